@@ -1,0 +1,138 @@
+"""The `cpu_int4` checkpoint format: names, sizes and the fields of `quantization_config`.
+
+Portable and interchangeable with vllm-omni's `cpu_int4`. Per quantized linear `<name>` with weight [N, K]:
+
+    <name>.weight_packed  uint8 [N, K/2]   byte j = code[2j] | code[2j+1] << 4
+    <name>.weight_scale   bf16  [N, K/g]   scale of the group of g columns
+    <name>.weight_zero    bf16  [N, K/g]   offset of the group
+
+Dequantize: w = (code - 8) * scale + zero. This module knows sizes and rules only: no torch, no I/O.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from appliance.errors import ModelError
+
+QUANT_METHOD = "cpu_int4"
+FORMAT_VERSION = 1
+GROUP_SIZES = (32, 64, 128, 256)
+KERNELS = ("auto", "native", "aten")
+PACKED, SCALE, ZERO = "weight_packed", "weight_scale", "weight_zero"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int4Config:
+    """The fields of `quantization_config`; the first block is the reference's, with its defaults.
+
+    `ignore` names layers that stay bf16: exact module names or suffixes, unfused (`q_proj`) or fused (`qkv_proj`).
+    `dequant_threshold`: the smallest number of rows that takes the dequantize route; 2 is the safe value.
+    `table_bits`: bits of the embedding table and head (4 int4, 8 int8, 16 kept); None = 4 if `quantize_embedding`.
+    """
+
+    group_size: int = 64
+    ignore: tuple[str, ...] = ()
+    quantize_embedding: bool = True
+    prefill_dequant: bool = True
+    dequant_threshold: int = 2
+    use_custom_op: bool = True
+    direct_dequant: bool = True
+
+    kernel: str = "auto"
+    group_size_overrides: Mapping[str, int] = field(default_factory=dict)
+    table_bits: int | None = None
+    format_version: int | None = None
+
+    def group_of(self, module: str) -> int:
+        """Group size of the module with this (unfused) name."""
+        return self.group_size_overrides.get(module, self.group_size)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON value for config.json: reference fields always, our extensions only where they say something."""
+        out: dict[str, Any] = {"quant_method": QUANT_METHOD}
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            extension = f.name in ("kernel", "group_size_overrides", "table_bits", "format_version")
+            if extension and value == (f.default if f.default is not dataclasses.MISSING else {}):
+                continue
+            out[f.name] = dict(value) if isinstance(value, Mapping) else list(value) if isinstance(value, tuple) else value
+        return out
+
+
+def group_refusal(group: object) -> str | None:
+    """Why this value is not a usable group size, or None."""
+    if isinstance(group, bool) or not isinstance(group, int):
+        return f"group size {group!r} is not a whole number"
+    if group not in GROUP_SIZES:
+        return f"group size {group} is not one of {', '.join(map(str, GROUP_SIZES))}"
+    return None
+
+
+def parse_config(raw: Mapping[str, Any]) -> Int4Config:
+    """Read `quantization_config` of a checkpoint. Unknown fields are ignored (newer writers may add some).
+
+    Raises ModelError when a value is of the wrong type or out of range.
+    """
+    values: dict[str, Any] = {}
+    for f in dataclasses.fields(Int4Config):
+        if f.name in raw and raw[f.name] is not None:
+            values[f.name] = raw[f.name]
+    _check_types(values)
+    for where, group in [("group_size", values.get("group_size", 64)), *values.get("group_size_overrides", {}).items()]:
+        reason = group_refusal(group)
+        if reason:
+            raise ModelError("quantization_config cannot be used", why=f"{where}: {reason}", do="quantize the model again")
+    version = values.get("format_version") or FORMAT_VERSION
+    if version > FORMAT_VERSION:
+        raise ModelError(
+            "quantization_config cannot be used",
+            why=f"format_version {version} is newer than {FORMAT_VERSION}, the newest this release reads",
+            do="upgrade the appliance",
+        )
+    if "ignore" in values:
+        values["ignore"] = tuple(values["ignore"])
+    return Int4Config(**values)
+
+
+def _check_types(values: Mapping[str, Any]) -> None:
+    def bad(name: str, want: str) -> ModelError:
+        return ModelError("quantization_config cannot be used", why=f"{name} is {values[name]!r}, expected {want}",
+                          do="correct config.json or quantize the model again")
+
+    for name in ("quantize_embedding", "prefill_dequant", "use_custom_op", "direct_dequant"):
+        if name in values and not isinstance(values[name], bool):
+            raise bad(name, "true or false")
+    for name in ("dequant_threshold", "format_version"):
+        if name in values and (isinstance(values[name], bool) or not isinstance(values[name], int) or values[name] < 1):
+            raise bad(name, "a whole number of at least 1")
+    if "kernel" in values and values["kernel"] not in KERNELS:
+        raise bad("kernel", " or ".join(KERNELS))
+    if "table_bits" in values and values["table_bits"] not in (4, 8, 16):
+        raise bad("table_bits", "4, 8 or 16")
+    ignore = values.get("ignore", [])
+    if not isinstance(ignore, (list, tuple)) or not all(isinstance(v, str) for v in ignore):
+        raise bad("ignore", "a list of module names")
+    if not isinstance(values.get("group_size_overrides", {}), Mapping):
+        raise bad("group_size_overrides", "a mapping of module name to group size")
+
+
+def choose_group(k: int, preferred: int) -> int | None:
+    """The largest allowed group size <= `preferred` that divides `k` columns; None: keep the layer in bf16."""
+    for group in sorted(GROUP_SIZES, reverse=True):
+        if group <= preferred and k % group == 0:
+            return group
+    return None
+
+
+def quantized_bytes(n: int, k: int, group: int) -> int:
+    """Stored bytes of one int4 weight [n, k]: codes, scales and zeros."""
+    return n * k // 2 + 2 * 2 * n * (k // group)
+
+
+def bits_per_weight(group: int) -> float:
+    """4 bits of code plus two bf16 values a group: 4.5 at 64, 5.0 at 32."""
+    return 4 + 32 / group
