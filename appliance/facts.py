@@ -220,6 +220,8 @@ class ModelFacts:
     dtype: str
     """torch_dtype the source declared; the worker runs bfloat16 whatever it says."""
     bits_per_weight: float
+    quantization: Mapping[str, Any] = field(default_factory=dict)
+    """`quantization_config` of the checkpoint as it stands in config.json."""
 
 
 def to_json(value: Any) -> Any:

@@ -154,7 +154,7 @@ def to_dict(settings: Settings) -> dict[str, Any]:
 def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         dotted = f"{prefix}{key}"
-        if isinstance(value, Mapping) and dotted != "worker.env":
+        if isinstance(value, Mapping) and dotted not in KEYS:
             yield from _flatten(value, dotted + ".")
         else:
             yield dotted, value

@@ -1,0 +1,7 @@
+"""Int4 kernels: the registry that chooses one per layer, torch's own kernel, and the slow obvious reference."""
+
+NAMES = ("aten", "portable")
+"""The kernels of this build, the preferred one first; read without importing torch."""
+
+NAMES = ("aten", "portable")
+"""The kernels of this build, the preferred one first; known here so that asking costs no import of torch."""

@@ -23,6 +23,10 @@ FORMAT_VERSION = 1
 GROUP_SIZES = (32, 64, 128, 256)
 KERNELS = ("auto", "native", "aten")
 PACKED, SCALE, ZERO = "weight_packed", "weight_scale", "weight_zero"
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Modules that vLLM computes as one, and the parts that a checkpoint stores."""
+TABLES = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings")
+HEADS = ("lm_head", "output_layer")
 
 
 @dataclass(frozen=True, kw_only=True)

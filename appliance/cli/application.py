@@ -1,0 +1,65 @@
+"""What every command needs: settings in force, directories, the worker's Python - each read when first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import click
+
+from appliance import settings as settings_module
+from appliance.directories import Directories, from_process
+from appliance.errors import ConfigError
+from appliance.settings import Parsed, Settings
+
+DEFAULT_CONFIG = "/etc/appliance/appliance.yaml"
+
+
+class Application:
+    """The command line's context object. `flags`: dotted settings given as options (set by the command)."""
+
+    def __init__(self, *, env: Mapping[str, str], config_file: str | None = None) -> None:
+        self.env = env
+        self.config_file = config_file
+        self.flags: dict[str, Any] = {}
+
+    @cached_property
+    def parsed(self) -> Parsed:
+        """Settings with their sources and warnings; warnings are printed once. Raises ConfigError."""
+        parsed = settings_module.overlay(self._file(), env=self.env, flags=self.flags)
+        for warning in parsed.warnings:
+            click.echo(f"applianctl: warning: {warning}", err=True)
+        return parsed
+
+    @property
+    def settings(self) -> Settings:
+        return self.parsed.settings
+
+    @cached_property
+    def directories(self) -> Directories:
+        return from_process(self.env, store=self.settings.store)
+
+    @cached_property
+    def config_path(self) -> Path:
+        return Path(self.config_file or self.env.get("APPLIANCE_CONFIG") or DEFAULT_CONFIG)
+
+    def worker_python(self) -> str:
+        """Path of the worker's interpreter. Raises ConfigError when there is none."""
+        from appliance.jobs import find_worker_python
+
+        return find_worker_python(self.settings)
+
+    def _file(self) -> Parsed:
+        named = self.config_file is not None or "APPLIANCE_CONFIG" in self.env
+        try:
+            text = self.config_path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            if named:
+                raise ConfigError(f"{self.config_path} does not exist", do="create it or leave out --config") from None
+            text = ""
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{self.config_path} cannot be read", why=getattr(error, "strerror", None) or "not UTF-8 text",
+                              do="check its owner and mode") from None
+        return settings_module.parse(text, origin=str(self.config_path))

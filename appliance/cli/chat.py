@@ -1,0 +1,104 @@
+"""`applianctl chat`: a streamed conversation with the running model."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import sys
+from collections.abc import Iterator
+
+import click
+
+from appliance.cli.application import Application
+from appliance.errors import ModelError, NotReachable
+from appliance.supervisor.health import Endpoint
+
+
+@click.command()
+@click.argument("prompt", required=False)
+@click.option("--system", metavar="TEXT", help="System message.")
+@click.option("--temperature", type=click.FloatRange(0, 5), metavar="T", help="0 is greedy (default: the model's).")
+@click.option("--max-tokens", type=click.IntRange(min=1), metavar="N", help="Longest answer.")
+@click.pass_obj
+def chat(app: Application, prompt: str | None, system: str | None, temperature: float | None, max_tokens: int | None) -> None:
+    """Ask the running model; without PROMPT an interactive conversation (or the prompt from a pipe)."""
+    from appliance import status as status_file
+
+    current = status_file.read(app.directories.runtime)
+    if current["state"] != "ready":
+        raise NotReachable("the service is not ready", why=current["sentence"], do="run `applianctl status --wait`")
+    endpoint = Endpoint(**current["endpoint"], key=read_key(app.settings.api_key_file))
+    options = {"temperature": temperature, "max_tokens": max_tokens}
+    options = {name: value for name, value in options.items() if value is not None}
+    messages = [{"role": "system", "content": system}] if system else []
+    if prompt is None and not sys.stdin.isatty():
+        prompt = sys.stdin.read().strip()
+        if not prompt:
+            raise click.UsageError("There is no prompt: give one as argument or through a pipe.")
+    if prompt is not None:
+        _ask(endpoint, [*messages, {"role": "user", "content": prompt}], options)
+        return
+    click.echo("Ctrl-D ends the conversation.", err=True)
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            click.echo()
+            return
+        if line:
+            messages.append({"role": "user", "content": line})
+            messages.append({"role": "assistant", "content": _ask(endpoint, messages, options)})
+
+
+def _ask(endpoint: Endpoint, messages: list[dict[str, str]], options: dict[str, object]) -> str:
+    """Stream one answer to standard output and return it."""
+    body = json.dumps({"model": "default", "messages": messages, "stream": True, **options})
+    parts: list[str] = []
+    try:
+        connection = endpoint.connect(600)
+        connection.request("POST", "/v1/chat/completions", body=body, headers=endpoint.headers())
+        response = connection.getresponse()
+        if response.status != 200:
+            raise _refusal(response.status, response.read())
+        for part in _deltas(response):
+            parts.append(part)
+            sys.stdout.write(part)
+            sys.stdout.flush()
+    except (OSError, http.client.HTTPException) as error:
+        raise NotReachable("the answer broke off", why=str(error) or type(error).__name__, do="run `applianctl status`") from None
+    click.echo()
+    return "".join(parts)
+
+
+def _deltas(response: http.client.HTTPResponse) -> Iterator[str]:
+    for raw in response:
+        line = raw.decode("utf-8", "replace").strip()
+        if not line.startswith("data:"):
+            continue
+        data = line[5:].strip()
+        if data == "[DONE]":
+            return
+        event = json.loads(data)
+        if "error" in event:
+            raise NotReachable("the worker failed", why=str(event["error"].get("message", event["error"])), do="run `applianctl status`")
+        for choice in event.get("choices", []):
+            yield choice.get("delta", {}).get("content") or ""
+
+
+def _refusal(status: int, data: bytes) -> ModelError | NotReachable:
+    try:
+        message = json.loads(data)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = data[:200].decode("utf-8", "replace")
+    if status == 400:
+        return ModelError("the model refused the request", why=str(message), do="shorten it, or check the model's chat template")
+    return NotReachable(f"the service answered status {status}", why=str(message), do="run `applianctl status`")
+
+
+def read_key(path: str | None) -> str | None:
+    """The API key from its file, or None when none is configured or this user may not read it."""
+    if path is None or not os.access(path, os.R_OK):
+        return None
+    with open(path, encoding="utf-8") as file:
+        return file.readline().strip() or None

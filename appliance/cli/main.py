@@ -1,0 +1,110 @@
+"""`applianctl`: the command group. Commands load when they are called, so `--help` stays quick.
+
+This is the only place where an ApplianceError becomes a line on standard error and an exit code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+import click
+
+from appliance.errors import ApplianceError
+
+SECTIONS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
+    ("Serve", (
+        ("serve", "appliance.cli.serve:serve", "Plan, quantize if needed, start the worker, say when it answers."),
+        ("status", "appliance.cli.status:status", "State in one sentence, then the details."),
+        ("chat", "appliance.cli.chat:chat", "Ask the running model."),
+    )),
+    ("Models", (
+        ("model", "appliance.cli.model:model", "Add, list, show, verify, use and remove models."),
+    )),
+    ("This machine", (
+        ("probe", "appliance.cli.probe:probe", "CPU, cores, memory ceiling and software, as facts."),
+        ("plan", "appliance.cli.plan:plan", "What would be served and why, byte by byte."),
+    )),
+    ("Settings", (
+        ("config", "appliance.cli.config:config", "Show or check the settings in force."),
+    )),
+)
+
+
+class Contents(click.Group):
+    """A group whose help reads like a table of contents and whose commands are imported on call."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [name for _, commands in SECTIONS for name, _, _ in commands]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        for _, commands in SECTIONS:
+            for name, target, _ in commands:
+                if name == cmd_name:
+                    module, _, attribute = target.partition(":")
+                    command: click.Command = getattr(importlib.import_module(module), attribute)
+                    return command
+        return None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, commands in SECTIONS:
+            with formatter.section(title):
+                formatter.write_dl([(name, text) for name, _, text in commands])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError:
+            import difflib
+
+            near = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
+            hint = f" Did you mean `{near[0]}`?" if near else ""
+            raise click.UsageError(f"There is no command `{args[0]}`.{hint}", ctx) from None
+
+
+def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        from appliance import __version__
+
+        click.echo(f"applianctl {__version__}")
+        ctx.exit()
+
+
+@click.command(cls=Contents, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option("--config", "config_file", metavar="FILE", help="Configuration file (default /etc/appliance/appliance.yaml).")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version and exit.")
+@click.pass_context
+def cli(ctx: click.Context, config_file: str | None) -> None:
+    """A 4-bit LLM service for CPU-only nodes: measured, bounded, and ready only when it answered."""
+    from appliance.cli.application import Application
+
+    ctx.obj = Application(env=os.environ, config_file=config_file)
+
+
+def main(argv: list[str] | None = None) -> Any:
+    """Entry point of the console script: runs the group and exits with the error tree's codes."""
+    try:
+        code = cli.main(args=argv, prog_name="applianctl", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except ApplianceError as error:
+        click.echo(f"applianctl: {error.line}", err=True)
+        sys.exit(error.exit_code)
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "applianctl"
+        click.echo(f"applianctl: {error.format_message()} See `{command} --help`.", err=True)
+        sys.exit(2)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("applianctl: interrupted", err=True)
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader (`| head`) has gone; keep Python from complaining again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

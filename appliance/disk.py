@@ -1,0 +1,94 @@
+"""Writing that lasts: locks, write-through, deletion and the mapping of disk errors. Linux file systems only.
+
+Does not know what is written. Rules: a lock is a flock on an open descriptor and ends with the last copy of it;
+an OSError of these functions is mapped by the caller with `mapped`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from appliance.errors import StoreError
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file's contents, 64 hex digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def try_lock(descriptor: int) -> bool:
+    """Take the exclusive lock if nobody holds it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the exclusive lock on an existing folder; waits for it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def delete(path: Path) -> None:
+    """Delete a file or a whole folder; what is gone already is no error."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def fsync(path: Path) -> None:
+    """Write a file, or the entries of a folder, through to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def seal(folder: Path) -> None:
+    """Make every file read-only and write everything through, deepest first, the folder itself last."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        if not path.is_dir():
+            path.chmod(0o444)
+        fsync(path)
+    folder.chmod(0o755)
+    fsync(folder)
+
+
+def replace(path: Path, text: str, *, draft: Path) -> None:
+    """Write a small file so that a reader sees the old text or the new one: `draft`, fsync, rename, fsync."""
+    draft.write_text(text, encoding="utf-8")
+    fsync(draft)
+    draft.replace(path)
+    fsync(path.parent)
+
+
+@contextlib.contextmanager
+def mapped(what: str, place: Path) -> Iterator[None]:
+    """Turn an OSError into a StoreError that says `what` did not work at `place`, why, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            why, do = "the disk is full", "free some space, or set `store` to another disk"
+        elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            why, do = f"{place} cannot be written ({error.strerror})", "check its owner and mount, or set `store`"
+        else:
+            why, do = error.strerror or str(error), f"look at {error.filename or place}"
+        raise StoreError(what, why=why, do=do) from None

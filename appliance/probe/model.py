@@ -1,0 +1,199 @@
+"""What planning needs to know of a stored `cpu_int4` model: config.json and safetensors headers, nothing else.
+
+Does: read shapes, stored bytes and what stays bf16. Does not: read weights, import torch, judge. Rules: sizes come
+from the tensors that are there, not from the configuration; a field that the configuration does not have and that
+no other field implies is a ModelError, never a guess; a nested `text_config` wins over the level above it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from appliance.errors import ModelError
+from appliance.facts import KeptLayer, ModelFacts
+from appliance.importing.folder import has_chat_template
+from appliance.importing.safetensors import Entry, read_header
+from appliance.importing.source import merge_headers, read_config, weight_files
+from appliance.quantize.format import (
+    FUSED,
+    HEADS,
+    PACKED,
+    QUANT_METHOD,
+    SCALE,
+    TABLES,
+    ZERO,
+    Int4Config,
+    choose_group,
+    parse_config,
+)
+
+_ALIASES: Mapping[str, tuple[str, ...]] = {
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim"),
+    "num_attention_heads": ("num_attention_heads", "n_head"),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_sequence_length"),
+}
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def read_model(path: Path, *, name: str, digest: str) -> ModelFacts:
+    """The facts of a model folder. Raises ModelError when it is not a whole `cpu_int4` checkpoint."""
+    config = read_config(path)
+    text = _text_config(config)
+    raw = text.get("quantization_config")
+    if not isinstance(raw, Mapping) or raw.get("quant_method") != QUANT_METHOD:
+        raise ModelError(f"{path} is not a {QUANT_METHOD} model", do="add it with `applianctl model add`")
+    int4 = parse_config(raw)
+    tensors = {tensor: entry for tensor, (_, entry) in
+               merge_headers(path, {file: read_header(file) for file in weight_files(path)}).items()}
+    heads = _whole(text, "num_attention_heads", path)
+    hidden = _whole(text, "hidden_size", path)
+    layers = _whole(text, "num_hidden_layers", path)
+    stored_head = any(_kind(tensor) == "head" for tensor in tensors)
+    tied = bool(text.get("tie_word_embeddings", not stored_head))
+    if tied:  # a head that is stored beside a tied table is never loaded
+        tensors = {tensor: entry for tensor, entry in tensors.items() if _kind(tensor) != "head"}
+    sizes = {kind: sum(e.bytes for tensor, e in tensors.items() if _kind(tensor) == kind)
+             for kind in ("linear", "table", "head", "kept")}
+    parameters = sum(_parameters(tensor, entry) for tensor, entry in tensors.items())
+    window, windowed = _window(text, layers)
+    return ModelFacts(
+        name=name,
+        digest=digest,
+        architecture=str(config["architectures"][0]),
+        layers=layers,
+        hidden_size=hidden,
+        intermediate_size=_whole(text, "intermediate_size", path),
+        heads=heads,
+        kv_heads=text.get("num_key_value_heads") or heads,
+        head_dim=text.get("head_dim") or hidden // heads,
+        vocab_size=_whole(text, "vocab_size", path),
+        max_context=_whole(text, "max_position_embeddings", path),
+        sliding_window=window,
+        sliding_layers=windowed,
+        tied=tied,
+        parameters=parameters,
+        group_size=int4.group_size,
+        group_size_overrides=dict(int4.group_size_overrides),
+        quantize_embedding=int4.quantize_embedding,
+        linear_bytes=sizes["linear"],
+        table_bytes=sizes["table"] + sizes["head"],
+        kept_bytes=sizes["kept"],
+        largest_linear=_largest_linear(tensors),
+        kept=_kept(tensors, int4, _recorded_reasons(path)),
+        experts=next((int(text[field]) for field in _EXPERTS if text.get(field)), 0),
+        chat=has_chat_template(path),
+        dtype=str(text.get("torch_dtype") or text.get("dtype") or "bfloat16"),
+        bits_per_weight=round(8 * sum(sizes.values()) / max(parameters, 1), 3),
+        quantization=dict(raw),
+    )
+
+
+def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    nested = config.get("text_config")
+    return {**config, **nested} if isinstance(nested, Mapping) else dict(config)
+
+
+def _whole(text: Mapping[str, Any], field: str, path: Path) -> int:
+    for alias in _ALIASES.get(field, (field,)):
+        value = text.get(alias)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    raise ModelError(f"{path / 'config.json'} is not complete", why=f"`{field}` is missing or not a whole number",
+                     do="use a model that was saved with transformers")
+
+
+def _window(text: Mapping[str, Any], layers: int) -> tuple[int | None, int]:
+    """Window in tokens and number of layers that have it, as the architectures define it."""
+    window = text.get("sliding_window")
+    if not isinstance(window, int) or window <= 0 or text.get("use_sliding_window") is False:
+        return None, 0
+    kinds = text.get("layer_types")
+    if isinstance(kinds, list):
+        count = sum(kind == "sliding_attention" for kind in kinds)
+    elif text.get("use_sliding_window") and isinstance(text.get("max_window_layers"), int):
+        count = max(0, layers - int(text["max_window_layers"]))  # Qwen2: the layers from this one on
+    elif isinstance(pattern := text.get("sliding_window_pattern"), int) and pattern > 0:
+        count = layers - layers // pattern  # Gemma 3: every pattern-th layer sees everything
+    elif text.get("model_type") == "gemma2":
+        count = (layers + 1) // 2
+    else:
+        count = layers
+    return (window, count) if count else (None, 0)
+
+
+def _module(tensor: str) -> str:
+    return tensor.rpartition(".")[0]
+
+
+def _kind(tensor: str) -> str:
+    """`table`, `head`, `linear` (an int4 part of one) or `kept`."""
+    module = _module(tensor).rpartition(".")[2]
+    if module in TABLES:
+        return "table"
+    if module in HEADS:
+        return "head"
+    return "linear" if tensor.endswith((f".{PACKED}", f".{SCALE}", f".{ZERO}")) else "kept"
+
+
+def _parameters(tensor: str, entry: Entry) -> int:
+    if tensor.endswith(f".{PACKED}"):
+        return 2 * math.prod(entry.shape)
+    return 0 if tensor.endswith((f".{SCALE}", f".{ZERO}")) else math.prod(entry.shape)
+
+
+def _largest_linear(tensors: Mapping[str, Entry]) -> tuple[int, int]:
+    """[N, K] of the largest int4 linear after fusion; fused parts of one layer add up their rows."""
+    fused: dict[str, tuple[int, int]] = {}
+    parts = {part: whole for whole, members in FUSED.items() for part in members}
+    for tensor, entry in tensors.items():
+        if tensor.endswith(f".{PACKED}") and _kind(tensor) == "linear":
+            head, _, last = _module(tensor).rpartition(".")
+            module = f"{head}.{parts.get(last, last)}"
+            n, _ = fused.get(module, (0, 0))
+            fused[module] = (n + entry.shape[0], 2 * entry.shape[1])
+    return max(fused.values(), key=lambda shape: shape[0] * shape[1], default=(0, 0))
+
+
+def _kept(tensors: Mapping[str, Entry], int4: Int4Config, recorded: Mapping[str, str]) -> tuple[KeptLayer, ...]:
+    """Matrices that stay bf16 and why (case 33); the experts of one layer are one entry."""
+    found: dict[str, tuple[str, int]] = {}
+    for tensor, entry in tensors.items():
+        if _parameters(tensor, entry) == 2 * math.prod(entry.shape) or tensor.endswith((f".{SCALE}", f".{ZERO}")):
+            continue
+        if len(entry.shape) < 2:
+            continue
+        module, reason = _module(tensor), recorded.get(_module(tensor), "")
+        experts = re.match(r"(.*\bexperts)\b", tensor)
+        if experts:
+            module, reason = experts[1], "expert weights are not quantized"
+        reason = reason or _reason(module, entry, int4)
+        found[module] = (reason, found.get(module, ("", 0))[1] + entry.bytes)
+    return tuple(KeptLayer(name=module, reason=reason, bytes=size) for module, (reason, size) in found.items())
+
+
+def _reason(module: str, entry: Entry, int4: Int4Config) -> str:
+    if _kind(f"{module}.weight") in ("table", "head"):
+        return "table and head are kept by the recipe"
+    if len(entry.shape) != 2:
+        return "not a matrix"
+    if choose_group(entry.shape[1], int4.group_of(module)) is None:
+        return f"no allowed group size divides {entry.shape[1]} columns"
+    if any(module == name or module.endswith(f".{name}") for name in int4.ignore):
+        return "named in the ignore list"
+    return "not a linear layer of the transformer"
+
+
+def _recorded_reasons(path: Path) -> dict[str, str]:
+    """Module -> reason, from the report of the conversion where there is one."""
+    try:
+        kept = json.loads((path / "manifest.json").read_text("utf-8"))["report"]["kept"]
+        return {str(entry["name"]).removesuffix(".weight"): str(entry["reason"]) for entry in kept}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}

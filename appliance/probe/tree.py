@@ -1,0 +1,69 @@
+"""A host's file system below a root folder: `/` itself, or a captured machine.
+
+Paths are written as the host sees them (`/proc/cpuinfo`) and looked up below the root. A missing or unreadable file
+is None, an unreadable folder is empty: the caller turns that into *unknown*. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree:
+    root: Path
+
+    def path(self, path: str) -> Path:
+        """Where the host's absolute `path` lies; `..` cannot leave the root."""
+        return self.root / os.path.normpath("/" + path).lstrip("/")
+
+    def read(self, path: str) -> str | None:
+        try:
+            return self.path(path).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return None
+
+    def read_int(self, path: str) -> int | None:
+        text = self.read(path)
+        try:
+            return int(text) if text is not None else None
+        except ValueError:
+            return None
+
+    def head(self, path: str, size: int) -> bytes:
+        """The first `size` bytes; empty when the file cannot be read."""
+        try:
+            with open(self.path(path), "rb") as file:
+                return file.read(size)
+        except OSError:
+            return b""
+
+    def names(self, path: str) -> list[str]:
+        """Sorted names in a folder."""
+        try:
+            return sorted(entry.name for entry in self.path(path).iterdir())
+        except OSError:
+            return []
+
+    def is_file(self, path: str) -> bool:
+        try:
+            return self.path(path).is_file()
+        except OSError:
+            return False
+
+
+def parse_cpu_list(text: str | None) -> tuple[int, ...] | None:
+    """The kernel's list format `0-3,8,10-11` as sorted CPU numbers; () for an empty list, None for anything else."""
+    if text is None:
+        return None
+    cpus: set[int] = set()
+    try:
+        for part in text.strip().split(","):
+            if part:
+                first, dash, last = part.partition("-")
+                cpus.update(range(int(first), int(last if dash else first) + 1))
+    except ValueError:
+        return None
+    return tuple(sorted(cpus))

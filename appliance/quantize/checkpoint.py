@@ -1,0 +1,237 @@
+"""Write the `cpu_int4` checkpoint of a model: block by block, with bounded memory.
+
+Reads any source that `appliance.importing` knows and fills an empty directory; it makes nothing durable and publishes
+nothing (the agent's store does). Runs in the worker's environment as a child of the agent.
+Rules: never more than one block of rows of one tensor in memory; codes of Q4_0 and Q4_1 sources are kept, only their
+scale and offset are rounded; a folder that is `cpu_int4` already is checked and copied, not converted; every choice
+and every loss stands in the report.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from appliance.errors import ModelError
+from appliance.importing.source import Source, inspect
+from appliance.importing.tensors import NormalForm, StoredTensor, float_rows, lattice_rows, raw_rows
+from appliance.quantize.format import PACKED, SCALE, ZERO, Int4Config
+from appliance.quantize.layers import Choice, LayerPlan, Recipe, is_head, is_table, plan_layers
+from appliance.quantize.shards import SHARD_BYTES, Output, ShardWriter
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK_ELEMENTS = 1 << 21
+"""Weights worked on at once: 8 MB in float32, some 60 MB with all intermediates."""
+
+Event = Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class Tally:
+    """What the run measured, summed over blocks: signal and error energy per layer, rounding of kept lattices."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    roundings: list[tuple[float, float, int]] = field(default_factory=list)  # (max, sum, count) of relative error
+
+
+def quantize(path: Path, out: Path, recipe: Recipe, event: Event, *, shard_bytes: int = SHARD_BYTES) -> dict[str, Any]:
+    """Convert the source at `path` into the empty or absent directory `out`; returns the report.
+
+    `event` receives the progress lines. Raises ModelError when the source cannot be used, OSError when the disk fails.
+    """
+    event({"event": "phase", "phase": "reading", "note": ""})
+    source = inspect(path)
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()):
+        raise ModelError(f"{out} is not empty", do="give an empty or absent directory")
+    if source.kind == "cpu_int4":
+        from appliance.quantize.adopt import adopt
+
+        return adopt(source, out, event)
+    form = _open(source)
+    chat = form.write_extras(out)  # before the long part: a tokenizer that cannot be had ends the run at once
+    tied, tensors = _settle_tie(form)
+    plan = plan_layers(tensors, recipe, form.config)
+    _write_config(out, form.config, plan.config, tied)
+    event({"event": "phase", "phase": "quantizing", "note": f"{len(plan.choices)} tensors"})
+    layers, roundings = _write_tensors(out, plan, event, shard_bytes)
+    event({"event": "phase", "phase": "writing", "note": ""})
+    return _report(source, form, plan, out, layers, _loss(roundings), chat)
+
+
+def _open(source: Source) -> NormalForm:
+    if source.kind == "gguf":
+        from appliance.importing.gguf import open_gguf
+
+        return open_gguf(source)
+    from appliance.importing.folder import open_folder
+
+    return open_folder(source)
+
+
+def _settle_tie(form: NormalForm) -> tuple[bool, list[StoredTensor]]:
+    """Make the tie flag and the stored tensors agree. Returns the flag and the tensors to write."""
+    tensors = dict(form.tensors)
+    head = next((name for name in tensors if is_head(name)), None)
+    table = next((name for name in tensors if is_table(name) and not is_head(name)), None)
+    declared = form.config.get("tie_word_embeddings")
+    if table is None:
+        raise ModelError("the model has no token embedding", why="no tensor is named embed_tokens.weight",
+                         do="use a model of a supported architecture")
+    if head is None:
+        if declared is False:
+            raise ModelError("the model is incomplete", why="lm_head.weight is missing and tie_word_embeddings is false",
+                             do="download the model again")
+        return True, list(tensors.values())
+    if declared:
+        if not _equal(tensors[head], tensors[table]):
+            raise ModelError("the model contradicts itself", why=f"tie_word_embeddings is true, but {head} and {table} "
+                             "differ", do="set tie_word_embeddings to false if the head is meant to be its own")
+        del tensors[head]
+        return True, list(tensors.values())
+    return False, list(tensors.values())
+
+
+def _equal(a: StoredTensor, b: StoredTensor) -> bool:
+    import torch
+
+    if a.shape != b.shape:
+        return False
+    return all(torch.equal(float_rows(a, *span), float_rows(b, *span)) for span in _spans(a))
+
+
+def _spans(t: StoredTensor) -> list[tuple[int, int]]:
+    if t.rotary_heads is not None:
+        return [(0, t.rows)]  # its rows are out of order in the file and are read at once
+    rows = max(1, BLOCK_ELEMENTS // max(t.columns, 1))
+    return [(start, min(start + rows, t.rows)) for start in range(0, t.rows, rows)]
+
+
+def _write_config(out: Path, config: Mapping[str, Any], int4: Int4Config, tied: bool) -> None:
+    """config.json with the complete `quantization_config`, bfloat16 everywhere and the settled tie flag."""
+    written = copy.deepcopy(dict(config))
+    written.pop("dtype", None)
+    written["torch_dtype"] = "bfloat16"
+    for part in written.values():
+        if isinstance(part, dict) and ("torch_dtype" in part or "dtype" in part):
+            part.pop("dtype", None)
+            part["torch_dtype"] = "bfloat16"
+    written["tie_word_embeddings"] = tied
+    written["quantization_config"] = int4.to_dict()
+    (out / "config.json").write_text(json.dumps(written, indent=2) + "\n", "utf-8")
+
+
+def _outputs(choice: Choice) -> list[Output]:
+    t = choice.tensor
+    if choice.group is None:
+        if not t.is_float:
+            return [Output(name=t.name, dtype=t.kind, shape=t.shape, bytes=t.bytes)]
+        return [Output(name=t.name, dtype="BF16", shape=t.shape, bytes=2 * t.parameters)]
+    n, k, groups = t.rows, t.columns, t.columns // choice.group
+    return [
+        Output(name=f"{choice.module}.{PACKED}", dtype="U8", shape=(n, k // 2), bytes=n * k // 2),
+        Output(name=f"{choice.module}.{SCALE}", dtype="BF16", shape=(n, groups), bytes=2 * n * groups),
+        Output(name=f"{choice.module}.{ZERO}", dtype="BF16", shape=(n, groups), bytes=2 * n * groups),
+    ]
+
+
+def _write_tensors(out: Path, plan: LayerPlan, event: Event, shard_bytes: int) -> tuple[list[dict[str, Any]], Tally]:
+    total = sum(c.tensor.bytes for c in plan.choices)
+    done, layers, all_rounding = 0, [], Tally()
+    with ShardWriter(out, [_outputs(c) for c in plan.choices], limit=shard_bytes) as writer:
+        for choice in plan.choices:
+            t, tally = choice.tensor, Tally()
+            for start, stop in _spans(t):
+                _write_block(writer, choice, start, stop, tally)
+                done += (stop - start) * t.row_bytes
+                event({"event": "progress", "done_bytes": done, "total_bytes": total, "item": t.name})
+            all_rounding.roundings += tally.roundings
+            if choice.group is not None:
+                layers.append({
+                    "name": choice.module, "shape": [t.rows, t.columns], "group": choice.group,
+                    "route": "codes kept" if choice.lattice else "searched", "snr_db": _decibel(tally),
+                })
+    return layers, all_rounding
+
+
+def _write_block(writer: ShardWriter, choice: Choice, start: int, stop: int, tally: Tally) -> None:
+    import torch
+
+    from appliance.quantize.grid import SMALLEST_STEP, dequantize, minmax, pack
+
+    t = choice.tensor
+    if choice.group is None:
+        raw = float_rows(t, start, stop).to(torch.bfloat16) if t.is_float else raw_rows(t, start, stop)
+        writer.write(t.name, raw)
+        return
+    if choice.lattice:
+        codes, exact_scale, exact_zero = lattice_rows(t, start, stop)
+        values = dequantize(codes, exact_scale, exact_zero)
+        scale, zero = exact_scale.to(torch.bfloat16), exact_zero.to(torch.bfloat16)
+        scale = torch.where(scale == 0, torch.full_like(scale, SMALLEST_STEP), scale)  # a constant group: zero says it all
+        tally.roundings += [_rounding(exact_scale, scale), _rounding(exact_zero, zero)]
+    else:
+        values = float_rows(t, start, stop)
+        codes, scale, zero = minmax(values, choice.group)
+    tally.signal += float(values.square().sum(dtype=torch.float64))
+    tally.noise += float((dequantize(codes, scale, zero) - values).square_().sum(dtype=torch.float64))
+    writer.write(f"{choice.module}.{PACKED}", pack(codes))
+    writer.write(f"{choice.module}.{SCALE}", scale)
+    writer.write(f"{choice.module}.{ZERO}", zero)
+
+
+def _rounding(exact: torch.Tensor, rounded: torch.Tensor) -> tuple[float, float, int]:
+    some = exact != 0
+    if not bool(some.any()):
+        return 0.0, 0.0, 0
+    error = ((rounded.float() - exact).abs() / exact.abs())[some]
+    return float(error.max()), float(error.sum()), error.numel()
+
+
+def _decibel(tally: Tally) -> float | None:
+    """Signal-to-noise ratio; None where there is no signal or no error to compare."""
+    import math
+
+    if tally.signal == 0 or tally.noise == 0:
+        return None
+    return round(10 * math.log10(tally.signal / tally.noise), 2)
+
+
+def _loss(tally: Tally) -> str:
+    count = sum(n for _, _, n in tally.roundings)
+    if count == 0:
+        return "weights were rounded to 4 bits a value; scale and zero are the rounded ones the codes were chosen against"
+    largest = max(m for m, _, _ in tally.roundings)
+    mean = sum(s for _, s, _ in tally.roundings) / count
+    return (f"codes of Q4_0/Q4_1 tensors kept; their scales and offsets rounded from fp16 to bf16: relative error at most "
+            f"{largest:.2%}, {mean:.2%} on average")
+
+
+def _report(source: Source, form: NormalForm, plan: LayerPlan, out: Path, layers: list[dict[str, Any]], loss: str,
+            chat: bool) -> dict[str, Any]:
+    stored = sum(o.bytes for c in plan.choices for o in _outputs(c))
+    kept = [{"name": c.module, "reason": c.reason, "bytes": 2 * c.tensor.parameters}
+            for c in plan.choices if c.group is None and c.reported]
+    return {
+        "source_kind": form.kind,
+        "architecture": form.config["architectures"][0],
+        "parameters": plan.parameters,
+        "group_size": plan.config.group_size,
+        "group_size_overrides": dict(plan.config.group_size_overrides),
+        "kept": kept,
+        "layers": layers,
+        "loss": loss,
+        "experts": plan.experts,
+        "chat": chat,
+        "source_bytes": source.bytes,
+        "out_bytes": sum(file.stat().st_size for file in out.iterdir()),
+        "bits_per_weight": round(8 * stored / plan.parameters, 3),
+    }

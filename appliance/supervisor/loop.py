@@ -1,0 +1,148 @@
+"""The agent's loop: observe -> decide -> act, one tick = one sentence.
+
+    starting -> loading -> answering -> ready -> stopping -> stopped
+                   any of them, when the worker ends -> failed
+
+The sentence of a tick is the log line, the `status` and the test's oracle. `ready` is said only after the worker
+generated two tokens. This loop serves in the foreground; retries, fallbacks and systemd notifications sit on top of it
+without changing it: they read its state and its fault.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from appliance.recovery import Evidence, Fault, classify
+from appliance.supervisor.health import Answer
+
+STATES = ("starting", "loading", "answering", "ready", "stopping", "stopped", "failed")
+
+PHASES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), phase)
+    for pattern, phase in (
+        (r"Started server process|Application startup complete", "opening the API"),
+        (r"Warming up model for the compilation", "compiling and warming up"),
+        (r"Warming up done|init engine \(profile", "warmed up"),
+        (r"Loading weights took", "weights loaded"),
+        (r"Initializing a V1 LLM engine|Loading safetensors|Starting to load model", "loading weights"),
+        (r"vLLM API server version|non-default args", "importing the engine"),
+        (r"int4 kernels agree with the reference", "kernels checked"),
+    )
+)
+"""A line of the worker's log -> the phase it announces."""
+
+
+class Worker(Protocol):
+    """What the loop needs of a worker; `supervisor.worker.WorkerTree` and the tests' fakes have it."""
+
+    @property
+    def pid(self) -> int: ...
+    def status(self) -> int | None: ...
+    def new_log_lines(self) -> list[str]: ...
+
+
+@dataclass(kw_only=True)
+class Loop:
+    """State of one worker's life. `listening` and `answer` do the I/O of the two health depths.
+
+    `probe_every_s`: how old the last answer may grow before the next probe; `probe_fails`: failed probes in a row
+    that make a ready worker `answering` again.
+    """
+
+    worker: Worker
+    listening: Callable[[], bool]
+    answer: Callable[[], Answer | str]
+    oom_kills: Callable[[], int]
+    started_at: float
+    probe_every_s: float = 60.0
+    state: str = "starting"
+    phase: str = "starting the worker"
+    phase_since: float = 0.0
+    ready_at: float | None = None
+    last_answer_at: float | None = None
+    last_answer: Answer | None = None
+    last_refusal: str = ""
+    fault: Fault | None = None
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=200))
+
+    def tick(self, now: float) -> str:
+        """Look once, move at most one state, return the sentence."""
+        self._read_log(now)
+        status = self.worker.status()
+        if status is not None and self.state not in ("stopping", "stopped", "failed"):
+            self._read_log(now)
+            self.fault = classify(Evidence(status=status, phase=self.phase, log=tuple(self.tail), oom_kills=self.oom_kills()))
+            self._move("failed", now)
+        elif self.state == "starting":
+            self._move("loading", now)
+        elif self.state == "loading" and self.listening():
+            self._enter("waiting for the first answer", now)
+            self._move("answering", now)
+        elif self.state == "answering" or (self.state == "ready" and self._probe_is_due(now)):
+            self._probe(now)
+        return self.sentence(now)
+
+    def sentence(self, now: float) -> str:
+        if self.state == "ready" and self.last_answer_at is not None:
+            return f"ready: answered {_ago(now - self.last_answer_at)}"
+        if self.state == "failed" and self.fault is not None:
+            return f"failed: {self.fault.exception().line}"
+        if self.state == "answering" and self.last_refusal:
+            return f"answering: {self.last_refusal}"
+        return f"{self.state}: {self.phase}"
+
+    def stopping(self, now: float) -> None:
+        self._enter("finishing running requests", now)
+        self._move("stopping", now)
+
+    def stopped(self, now: float) -> None:
+        self._enter("the worker has ended", now)
+        self._move("stopped", now)
+
+    def _probe(self, now: float) -> None:
+        result = self.answer()
+        if isinstance(result, str):
+            self.last_refusal = result
+            if self.state == "ready":
+                self._move("answering", now)
+            return
+        self.last_answer, self.last_answer_at, self.last_refusal = result, now, ""
+        if self.state != "ready":
+            self.ready_at = self.ready_at or now
+            self._enter("serving", now)
+            self._move("ready", now)
+
+    def _probe_is_due(self, now: float) -> bool:
+        return self.last_answer_at is None or now - self.last_answer_at >= self.probe_every_s
+
+    def _read_log(self, now: float) -> None:
+        lines = self.worker.new_log_lines()
+        self.tail.extend(lines)
+        if self.state in ("starting", "loading"):
+            for phase in _phases(lines):
+                self._enter(phase, now)
+
+    def _enter(self, phase: str, now: float) -> None:
+        if phase != self.phase:
+            self.phase, self.phase_since = phase, now
+
+    def _move(self, state: str, now: float) -> None:
+        self.state = state
+
+
+def _phases(lines: Iterable[str]) -> Iterable[str]:
+    for line in lines:
+        for pattern, phase in PHASES:
+            if pattern.search(line):
+                yield phase
+                break
+
+
+def _ago(seconds: float) -> str:
+    if seconds < 2:
+        return "just now"
+    return f"{seconds:.0f} s ago" if seconds < 120 else f"{seconds / 60:.0f} min ago"

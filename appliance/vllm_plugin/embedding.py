@@ -1,0 +1,85 @@
+"""The int4 vocabulary table: the embedding lookup and the head, from one copy.
+
+A tied table is packed once: the head's parameters are the embedding's. Rows are gathered from the packed layout through
+the measured pattern, so no row-major copy is kept beside it. The head obeys the same rule as every linear layer: more
+than one row is dequantized. The rows that pad the vocabulary are zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+from appliance.errors import ModelError
+from appliance.kernels.registry import TABLE
+from appliance.quantize.format import PACKED, SCALE, ZERO, Int4Config
+from appliance.vllm_plugin import ops
+from appliance.vllm_plugin.linear import Packed, create_parameters, multiply, pack_layer
+
+TIED = "int4_tied_to"
+
+
+class Int4TableMethod(QuantizeMethodBase):  # type: ignore[misc]  # vLLM is not typed here
+    """vLLM's quantize method of an int4 embedding table or head."""
+
+    def __init__(self, fields: Int4Config, group: int) -> None:
+        self.fields = fields
+        self.group = group
+        ops.register_ops()
+
+    def create_weights(
+        self,
+        layer: Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        create_parameters(layer, sum(output_partition_sizes), input_size_per_partition, input_size, self.group,
+                          "the vocabulary table", extra_weight_attrs)
+
+    def tie_weights(self, layer: Module, embed_tokens: Module) -> Module:
+        """Make the head use the table's parameters, before loading. Returns the head."""
+        if not isinstance(embed_tokens.quant_method, Int4TableMethod):
+            raise ModelError("head and table are tied but not quantized alike",
+                             why="the config quantizes the head and ignores the table", do="quantize both or neither")
+        for name in (PACKED, SCALE, ZERO):
+            setattr(layer, name, getattr(embed_tokens, name))
+        # Past Module.__setattr__: the table must not become a submodule of the head.
+        object.__setattr__(layer, TIED, embed_tokens)
+        return layer
+
+    def process_weights_after_loading(self, layer: Module) -> None:
+        """Pack; for a tied pair the first of both packs and the other one shares."""
+        table = getattr(layer, TIED, layer)
+        if not hasattr(table, "int4"):
+            pack_layer(table, self.fields, self.group, TABLE)
+        if table is not layer:
+            packed: Packed = table.int4
+            for name in (PACKED, SCALE, ZERO):
+                delattr(layer, name)
+            for name in packed.names:
+                layer.register_parameter(name, getattr(table, name))
+            layer.int4 = packed
+
+    def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Logits: hidden states bf16 [..., K] times the table, bf16 [..., N]."""
+        return multiply(layer, x, bias, self.fields)
+
+    def embedding(self, layer: Module, input_: Tensor) -> Tensor:
+        """Rows of the table for token ids of any shape: bf16 [..., K]."""
+        packed: Packed = layer.int4
+        shape = packed.shape
+        ids = input_.reshape(-1)
+        if not self.fields.use_custom_op and torch.compiler.is_compiling():
+            rows = packed.kernel.rows(ids, packed.tensors(layer), shape).to(torch.bfloat16)
+        else:
+            call = torch.ops.vllm.cpu_int4_rows if self.fields.use_custom_op else ops.int4_rows
+            rows = call(ids, packed.tensors(layer), packed.kernel.name, shape.n, shape.k, shape.group)
+        return rows.view(*input_.shape, shape.k)

