@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -153,21 +154,21 @@ def run_job(
 def ending_on_sigterm() -> Iterator[None]:
     """Let SIGTERM leave this block as SystemExit(143), so that children end and drafts are discarded.
 
-    Signal handlers belong to the main thread: elsewhere this does nothing.
+    Does nothing where a caller has a handler of its own (which must raise to end a job), and outside the main thread,
+    where no handler can be set.
     """
 
     def leave(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)
 
-    try:
-        former = signal.signal(signal.SIGTERM, leave)
-    except ValueError:
-        yield
-        return
+    ours = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread()
+    if ours:
+        signal.signal(signal.SIGTERM, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, former)
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _unusable(worker_python: str, why: str) -> ConfigError:

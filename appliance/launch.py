@@ -50,8 +50,6 @@ class Places:
     cache: str
     tmp: str
     sockets: str
-    instance: str
-    """Marks every process of this worker tree (environment variable APPLIANCE_INSTANCE)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +105,6 @@ def argv(dials: Dials, places: Places, settings: Settings) -> tuple[str, ...]:
 def env(dials: Dials, places: Places, settings: Settings) -> dict[str, str]:
     """The worker's whole environment but PATH. Raises ConfigError when `worker.env` breaks what the plan relies on."""
     own = {
-        "APPLIANCE_INSTANCE": places.instance,
         "APPLIANCE_WORKER_CPUS": ",".join(map(str, dials.cpus or ())),
         "ATEN_CPU_CAPABILITY": dials.capability,
         "OMP_NUM_THREADS": str(dials.threads),

@@ -59,8 +59,7 @@ def places(directories: Directories, *, model_path: Path, fingerprint: str) -> P
     if len(sockets) > MAX_SOCKET_DIRECTORY:
         mark = hashlib.sha256(sockets.encode()).hexdigest()[:8]
         sockets = f"/tmp/appliance-{os.geteuid()}-{mark}"
-    return Places(model=str(model_path), cache=str(cache), tmp=str(cache / "tmp"), sockets=sockets,
-                  instance=str(directories.runtime))
+    return Places(model=str(model_path), cache=str(cache), tmp=str(cache / "tmp"), sockets=sockets)
 
 
 def software_refusal(host: HostFacts) -> ConfigError | None:

@@ -180,7 +180,7 @@ def _called(app: Application, name: str | None) -> str:
 
 def _row(store: Store, name: str, digest: str, active: str) -> dict[str, Any]:
     try:
-        stored: Stored | None = store.read(digest)
+        stored: Stored | None = store.get(name)
         damaged = ""
     except (StoreError, ModelError) as error:
         stored, damaged = None, error.why

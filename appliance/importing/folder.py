@@ -44,7 +44,8 @@ def _copier(source: Source, config: Mapping[str, Any]) -> Callable[[Path], bool]
             if file.name in EXTRAS:
                 shutil.copyfile(file, out / file.name)
         if not (out / "generation_config.json").exists():
-            ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}
+            ids = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            ids = {key: value for key, value in ids.items() if value is not None}
             (out / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n", "utf-8")
         return has_chat_template(out)
 

@@ -8,6 +8,7 @@ the row order that llama.cpp gives q and k for its rotary kernel is undone; with
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +22,10 @@ from appliance.importing.tensors import NormalForm, StoredTensor
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """How one GGUF architecture maps. `rotary`: q and k rows are permuted; `qkv_bias`, `qk_norm`: what its layers hold."""
+    """How one GGUF architecture maps. `rotary`: q and k rows are permuted; `qkv_bias`, `qk_norm`: what layers hold.
+
+    `qkv_bias` None: the file says so, by the tensors it has.
+    """
 
     hf_class: str
     model_type: str
@@ -35,7 +39,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2": Architecture(hf_class="Qwen2ForCausalLM", model_type="qwen2", rotary=False, qkv_bias=True, qk_norm=False),
     "qwen3": Architecture(hf_class="Qwen3ForCausalLM", model_type="qwen3", rotary=False, qkv_bias=False, qk_norm=True),
 }
-SAME_VALUES = "use the safetensors folder of the same model"
+SAME_MODEL = "use the safetensors folder of the same model"
 
 
 def open_gguf(source: Source) -> NormalForm:
@@ -44,9 +48,9 @@ def open_gguf(source: Source) -> NormalForm:
     name = str(fields.get("general.architecture"))
     arch = ARCHITECTURES.get(name)
     if arch is None:
-        raise _refuse(source, f"architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}", SAME_VALUES)
+        raise _refuse(source, f"architecture {name!r} is not supported (supported: {', '.join(ARCHITECTURES)})", SAME_MODEL)
     if int(fields.get(f"{name}.expert_count") or 0) > 0:
-        raise _refuse(source, "mixture-of-experts GGUF files are not supported", SAME_VALUES)
+        raise _refuse(source, "mixture-of-experts GGUF files are not supported", SAME_MODEL)
     config = _config(source, name, arch, fields, stored)
     tensors = _rename(source, name, arch, config, stored)
 
@@ -93,7 +97,7 @@ def _read(source: Source) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
 def _number(source: Source, fields: Mapping[str, Any], key: str) -> Any:
     value = fields.get(key)
     if value is None or isinstance(value, (list, str)):
-        raise _refuse(source, f"its metadata has no single number {key}", SAME_VALUES)
+        raise _refuse(source, f"its metadata has no single number {key}", SAME_MODEL)
     return value
 
 
@@ -165,7 +169,7 @@ def _rope_scaling(source: Source, name: str, fields: Mapping[str, Any], stored: 
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
-        raise _refuse(source, f"rope scaling {kind!r} is not supported", SAME_VALUES)
+        raise _refuse(source, f"rope scaling {kind!r} is not supported", SAME_MODEL)
     scaling: dict[str, Any] = {"rope_type": kind,
                                "factor": _decimal(_number(source, fields, f"{name}.rope.scaling.factor"))}
     if kind == "yarn":
@@ -192,7 +196,7 @@ def _llama3_scaling(source: Source, factors: StoredTensor, config: Mapping[str, 
     smooth = ((original / wavelength - low) / (high - low)).clamp(0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
     if found.shape != expected.shape or not bool(torch.allclose(found, expected, rtol=1e-3)):
-        raise _refuse(source, "its rope_freqs are not those of a known Llama 3 scaling", SAME_VALUES)
+        raise _refuse(source, "its rope_freqs are not those of a known Llama 3 scaling", SAME_MODEL)
     return {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
             "original_max_position_embeddings": original}
 
@@ -230,8 +234,6 @@ def _gguf_name(name: str) -> Callable[[str], str | None]:
 
 def _rename(source: Source, name: str, arch: Architecture, config: Mapping[str, Any],
             stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    import dataclasses
-
     gguf_name = _gguf_name(name)
     rest = dict(stored)
     rest.pop("rope_freqs.weight", None)
@@ -249,5 +251,6 @@ def _rename(source: Source, name: str, arch: Architecture, config: Mapping[str, 
             heads = int(config["num_key_value_heads"])
         tensors[hf] = dataclasses.replace(tensor, name=hf, rotary_heads=heads)
     if rest:
-        raise _refuse(source, f"{len(rest)} tensors do not belong to a {name} model, the first is {min(rest)}", SAME_VALUES)
+        why = f"{len(rest)} tensors do not belong to a {name} model, the first is {min(rest)}"
+        raise _refuse(source, why, SAME_MODEL)
     return tensors

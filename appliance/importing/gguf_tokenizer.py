@@ -28,8 +28,8 @@ def write_tokenizer(path: Path, fields: Mapping[str, Any], table_rows: int, out:
     """
     tokenizer = _build(path, fields)
     if len(tokenizer) > table_rows:
-        raise ModelError(f"{path} is inconsistent", why=f"its tokenizer has {len(tokenizer)} tokens, its table {table_rows} "
-                         "rows", do="use the safetensors folder of the same model")
+        raise ModelError(f"{path} is inconsistent", do="use the safetensors folder of the same model",
+                         why=f"its tokenizer has {len(tokenizer)} tokens, its table {table_rows} rows")
     tokenizer.save_pretrained(out)
     _plain_config(out / "tokenizer_config.json", fields)
     return bool(fields.get("tokenizer.chat_template"))
@@ -48,8 +48,8 @@ def _build(path: Path, fields: Mapping[str, Any]) -> Any:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     except Exception as error:  # the library raises whatever it meets; one line for all of it
-        raise ModelError(f"the tokenizer of {path} cannot be rebuilt", why=f"{type(error).__name__}: {str(error)[:120]}",
-                         do="use the safetensors folder of the same model") from error
+        raise ModelError(f"the tokenizer of {path} cannot be rebuilt", do="use the safetensors folder of the same model",
+                         why=f"{type(error).__name__}: {str(error)[:120]}") from error
     if model == "gpt2" and pre in DIGITS_APART:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
             pre_tokenizers.Digits(individual_digits=True),

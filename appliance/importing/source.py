@@ -35,7 +35,7 @@ UNQUANTIZED = "use the bf16 or fp16 folder, or a GGUF file, of the same model"
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A source that can be read. `weights`: the weight files; `extras`: config, tokenizer and templates; `bytes`: of all."""
+    """A source that can be read. `weights`: weight files; `extras`: config, tokenizer, templates; `bytes`: of all."""
 
     kind: Kind
     path: Path
@@ -122,8 +122,8 @@ def _folder(path: Path) -> Source:
     if method == QUANT_METHOD:
         kind = "cpu_int4"
     elif method is not None:
-        raise ModelError(f"{path} is already quantized", why=f"{METHODS.get(method, method)} weights cannot be converted",
-                         do=UNQUANTIZED)
+        raise ModelError(f"{path} is already quantized", do=UNQUANTIZED,
+                         why=f"{METHODS.get(method, method)} weights cannot be converted")
     weights = weight_files(path)
     headers = {file: read_header(file) for file in weights}
     merge_headers(path, headers)
@@ -179,7 +179,8 @@ def weight_files(path: Path) -> list[Path]:
             mapped = json.loads(index.read_text("utf-8"))["weight_map"]
             files = sorted({str(name) for name in mapped.values()})
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise ModelError(f"{index} is not a weight index", why="it has no weight_map", do="download it again") from None
+            raise ModelError(f"{index} is not a weight index", why="it has no weight_map",
+                             do="download it again") from None
         if any(Path(name).name != name for name in files):
             raise ModelError(f"{index} cannot be used", why="it names files outside its folder", do="download it again")
         _require(path, [path / name for name in files])
@@ -207,8 +208,8 @@ def merge_headers(path: Path, headers: Mapping[Path, Mapping[str, Entry]]) -> di
     for file, entries in headers.items():
         for name, entry in entries.items():
             if name in merged:
-                raise ModelError(f"{path} is inconsistent", why=f"tensor {name} stands in {merged[name][0].name} and in "
-                                 f"{file.name}", do="download the model again")
+                raise ModelError(f"{path} is inconsistent", do="download the model again",
+                                 why=f"tensor {name} stands in {merged[name][0].name} and in {file.name}")
             merged[name] = (file, entry)
     index = path / INDEX
     if index.is_file():

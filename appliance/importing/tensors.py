@@ -78,7 +78,7 @@ class NormalForm:
 
 
 def raw_rows(tensor: StoredTensor, start: int, stop: int) -> torch.Tensor:
-    """Stored bytes of rows [start, stop): uint8 [stop - start, row_bytes]. Raises ModelError when the file ends early."""
+    """Stored bytes of rows [start, stop): uint8 [stop - start, row_bytes]. Raises ModelError when the file is short."""
     import torch
 
     if tensor.rotary_heads is not None:
@@ -123,7 +123,8 @@ def float_rows(tensor: StoredTensor, start: int, stop: int) -> torch.Tensor:
         import numpy
 
         blocks = gguf.quants.dequantize(raw.contiguous().numpy(), gguf.GGMLQuantizationType[tensor.kind])
-        values = torch.from_numpy(numpy.ascontiguousarray(blocks, dtype=numpy.float32)).view(stop - start, tensor.columns)
+        values = torch.from_numpy(numpy.ascontiguousarray(blocks, dtype=numpy.float32))
+        values = values.view(stop - start, tensor.columns)
     if not bool(torch.isfinite(values.to(torch.bfloat16)).all()):
         where = "NaN" if bool(torch.isnan(values).any()) else "infinite, or too large for bfloat16"
         raise ModelError(f"tensor {tensor.name} cannot be quantized", why=f"it holds a value that is {where}",

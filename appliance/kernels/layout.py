@@ -86,8 +86,9 @@ def unpack(packed: Tensor, layout: Layout) -> Tensor:
 def run_bytes(packed: Tensor, run: Run) -> Tensor:
     """View of the run's bytes: uint8 [blocks, K, channels/2]."""
     k = packed.shape[1] * 2
-    flat = packed.view(-1)
-    return flat[run.first * k // 2 : run.stop * k // 2].view(run.blocks, k, run.channels // 2)
+    # No properties of `run` here: torch.compile cannot trace them.
+    area = packed.view(-1).narrow(0, run.first * k // 2, run.blocks * run.channels * k // 2)
+    return area.view(run.blocks, k, run.channels // 2)
 
 
 def column_major(data: Tensor, out: Tensor) -> Tensor:

@@ -100,13 +100,14 @@ def _python_headers(tree: Tree, live: bool) -> str | None:
 
 
 def _libc(tree: Tree, libraries: tuple[str, ...], live: bool) -> str | None:
-    if any(name.startswith("ld-musl-") for name in tree.names("/lib")):
-        return "musl"
+    # glibc first: a glibc system may have musl installed beside it.
     if live and "CS_GNU_LIBC_VERSION" in os.confstr_names:
         return os.confstr("CS_GNU_LIBC_VERSION") or None
     upstream = re.match(r"[\d.]+", parse_dpkg_status(tree.read("/var/lib/dpkg/status"), "libc6").get("Version", ""))
     if upstream:
         return f"glibc {upstream[0]}"
+    if any(name.startswith("ld-musl-") for name in tree.names("/lib")):
+        return "musl"
     return "glibc" if _first(tree, libraries, "libc.so.6") else None
 
 

@@ -20,10 +20,13 @@ EFFICIENCY_CAPACITY = 0.75
 
 
 def read_topology(tree: Tree, affinity: tuple[int, ...] | None) -> TopologyFacts:
-    """`affinity`: CPUs this process may run on; None = ask the captured /proc/self/status."""
+    """`affinity`: what sched_getaffinity says, None = unknown: ask /proc/self/status."""
+    online = _online(tree)
     if affinity is None:
         affinity = parse_allowed(tree.read("/proc/self/status"))
-    online = _online(tree, affinity)
+    else:
+        # The kernel names online CPUs only, and inside LXC it is right where a made-up `online` list is not.
+        online = tuple(sorted({*online, *affinity}))
     cpuset = read_cpuset(tree)
     allowed = tuple(
         cpu for cpu in online if (affinity is None or cpu in affinity) and (cpuset is None or cpu in cpuset)
@@ -34,7 +37,7 @@ def read_topology(tree: Tree, affinity: tuple[int, ...] | None) -> TopologyFacts
         online=online,
         allowed=allowed,
         cores=_cores(tree, allowed, siblings, nodes),
-        smt=_smt(siblings, set(online)),
+        smt=_smt(siblings),
         nodes=nodes,
         quota=read_cpu_quota(tree),
     )
@@ -46,12 +49,12 @@ def parse_allowed(status: str | None) -> tuple[int, ...] | None:
     return parse_cpu_list(match[1]) if match else None
 
 
-def _online(tree: Tree, affinity: tuple[int, ...] | None) -> tuple[int, ...]:
+def _online(tree: Tree) -> tuple[int, ...]:
     online = parse_cpu_list(tree.read(f"{CPU}/online"))
     if online:
         return online
     listed = re.findall(r"^processor\s*:\s*(\d+)", tree.read("/proc/cpuinfo") or "", re.MULTILINE)
-    return tuple(sorted(map(int, listed))) or affinity or ()
+    return tuple(sorted(map(int, listed)))
 
 
 def _siblings(tree: Tree, cpu: int) -> tuple[int, ...] | None:
@@ -63,9 +66,9 @@ def _siblings(tree: Tree, cpu: int) -> tuple[int, ...] | None:
     return None
 
 
-def _smt(siblings: dict[int, tuple[int, ...] | None], online: set[int]) -> bool | None:
-    """Whether any core has more than one thread online."""
-    known = [set(threads) & online for threads in siblings.values() if threads is not None]
+def _smt(siblings: dict[int, tuple[int, ...] | None]) -> bool | None:
+    """Whether any core has more than one thread online (the kernel leaves offline ones out of its lists)."""
+    known = [threads for threads in siblings.values() if threads is not None]
     return any(len(threads) > 1 for threads in known) if known else None
 
 

@@ -77,8 +77,9 @@ def _emit(events: IO[str], line: dict[str, Any]) -> None:
 
 
 def _fail(events: IO[str], error: ApplianceError) -> int:
-    _emit(events, {"event": "error", "exit_code": error.exit_code, "what": error.what, "why": error.why, "do": error.do})
-    return error.exit_code
+    code = error.exit_code
+    _emit(events, {"event": "error", "exit_code": code, "what": error.what, "why": error.why, "do": error.do})
+    return code
 
 
 if __name__ == "__main__":

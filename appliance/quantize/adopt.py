@@ -55,7 +55,10 @@ def adopt(source: Source, out: Path, event: Callable[[dict[str, Any]], None]) ->
     }
 
 
-def check_layers(entries: Mapping[str, Entry], int4: Int4Config, path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+Rows = list[dict[str, Any]]
+
+
+def check_layers(entries: Mapping[str, Entry], int4: Int4Config, path: Path) -> tuple[Rows, Rows]:
     """Compare stored shapes with the configuration. Returns the report's `layers` and `kept`.
 
     Raises ModelError when a tensor is missing or its shape contradicts the group size (never loaded as something else).

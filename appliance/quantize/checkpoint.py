@@ -10,7 +10,6 @@ and every loss stands in the report.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -88,8 +87,8 @@ def _settle_tie(form: NormalForm) -> tuple[bool, list[StoredTensor]]:
                          do="use a model of a supported architecture")
     if head is None:
         if declared is False:
-            raise ModelError("the model is incomplete", why="lm_head.weight is missing and tie_word_embeddings is false",
-                             do="download the model again")
+            raise ModelError("the model is incomplete", do="download the model again",
+                             why="lm_head.weight is missing and tie_word_embeddings is false")
         return True, list(tensors.values())
     if declared:
         if not _equal(tensors[head], tensors[table]):
@@ -176,7 +175,7 @@ def _write_block(writer: ShardWriter, choice: Choice, start: int, stop: int, tal
         codes, exact_scale, exact_zero = lattice_rows(t, start, stop)
         values = dequantize(codes, exact_scale, exact_zero)
         scale, zero = exact_scale.to(torch.bfloat16), exact_zero.to(torch.bfloat16)
-        scale = torch.where(scale == 0, torch.full_like(scale, SMALLEST_STEP), scale)  # a constant group: zero says it all
+        scale = scale.masked_fill(scale == 0, SMALLEST_STEP)  # a constant group: its zero says it all
         tally.roundings += [_rounding(exact_scale, scale), _rounding(exact_zero, zero)]
     else:
         values = float_rows(t, start, stop)
@@ -208,11 +207,11 @@ def _decibel(tally: Tally) -> float | None:
 def _loss(tally: Tally) -> str:
     count = sum(n for _, _, n in tally.roundings)
     if count == 0:
-        return "weights were rounded to 4 bits a value; scale and zero are the rounded ones the codes were chosen against"
+        return "weights rounded to 4 bits a value; the stored bf16 scales and zeros are those the codes were chosen for"
     largest = max(m for m, _, _ in tally.roundings)
     mean = sum(s for _, s, _ in tally.roundings) / count
-    return (f"codes of Q4_0/Q4_1 tensors kept; their scales and offsets rounded from fp16 to bf16: relative error at most "
-            f"{largest:.2%}, {mean:.2%} on average")
+    return (f"codes of Q4_0/Q4_1 tensors kept; their scales and offsets rounded from fp16 to bf16: relative error "
+            f"at most {largest:.2%}, {mean:.2%} on average; all other tensors rounded to 4 bits or bf16")
 
 
 def _report(source: Source, form: NormalForm, plan: LayerPlan, out: Path, layers: list[dict[str, Any]], loss: str,

@@ -7,9 +7,10 @@ modules that vLLM fuses share one fate and one group size; a code lattice of the
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from appliance.errors import ModelError, UsageError
@@ -64,7 +65,6 @@ class LayerPlan:
     parameters: int
     experts: int
     """Experts of one layer, all kept in bf16; 0 for a dense model."""
-    overrides: Mapping[str, int] = field(default_factory=dict)
 
 
 def parse_recipe(raw: Mapping[str, Any]) -> Recipe:
@@ -85,7 +85,8 @@ def parse_recipe(raw: Mapping[str, Any]) -> Recipe:
         why = "ignore is not a list of module names"
     if why:
         raise UsageError("the recipe cannot be used", why=why)
-    return Recipe(group_size=None if group == "auto" else group, table_bits=raw.get("table_bits", 4), ignore=tuple(ignore))
+    return Recipe(group_size=None if group == "auto" else group, table_bits=raw.get("table_bits", 4),
+                  ignore=tuple(ignore))
 
 
 def plan_layers(tensors: Iterable[StoredTensor], recipe: Recipe, config: Mapping[str, Any]) -> LayerPlan:
@@ -101,17 +102,17 @@ def plan_layers(tensors: Iterable[StoredTensor], recipe: Recipe, config: Mapping
     _join_tables(choices)
     quantized = [c for c in choices.values() if c.group is not None]
     if not quantized:
-        raise ModelError("no layer of this model can be quantized", why="no linear layer was found that a group size divides",
-                         do="report the model's architecture")
+        raise ModelError("no layer of this model can be quantized", do="report the model's architecture",
+                         why="no linear layer was found that a group size divides")
     overrides = {c.module: c.group for c in quantized if c.group is not None and c.group != preferred}
     # Embeddings are switched by `quantize_embedding`, everything else by name.
-    ignore = tuple(c.module for c in choices.values()
-                   if c.group is None and c.reported and c.tensor.name.endswith(".weight") and not is_table(c.tensor.name))
+    kept = [c for c in choices.values() if c.group is None and c.reported and c.tensor.name.endswith(".weight")]
+    ignore = tuple(c.module for c in kept if not is_table(c.tensor.name))
     tables = any(is_table(c.tensor.name) for c in quantized)
     int4 = Int4Config(group_size=preferred, ignore=ignore, quantize_embedding=tables, group_size_overrides=overrides,
                       format_version=1 if overrides else None)
     return LayerPlan(choices=tuple(choices.values()), config=int4, parameters=parameters,
-                     experts=_experts(tensors, config), overrides=overrides)
+                     experts=_experts(tensors, config))
 
 
 def is_table(name: str) -> bool:
@@ -174,8 +175,6 @@ def _named(module: str, patterns: Iterable[str]) -> bool:
 
 def _join_fused(choices: dict[str, Choice]) -> None:
     """Give the parts of a fused module one group size, or keep all of them when one must be kept."""
-    import dataclasses
-
     for name in list(choices):
         for parts in FUSED.values():
             if not name.endswith(f".{parts[0]}.weight"):
@@ -194,13 +193,12 @@ def _join_fused(choices: dict[str, Choice]) -> None:
 
 def _join_tables(choices: dict[str, Choice]) -> None:
     """One switch of the format covers the table and the head: keep both when one must be kept."""
-    import dataclasses
-
     tables = [c for c in choices.values() if is_table(c.tensor.name)]
     if any(c.group is None for c in tables):
         for c in tables:
             if c.group is not None:
-                choices[c.tensor.name] = dataclasses.replace(c, group=None, lattice=False, reason="the other table is kept")
+                kept = dataclasses.replace(c, group=None, lattice=False, reason="the other table is kept")
+                choices[c.tensor.name] = kept
 
 
 def _experts(tensors: Iterable[StoredTensor], config: Mapping[str, Any]) -> int:
@@ -208,5 +206,6 @@ def _experts(tensors: Iterable[StoredTensor], config: Mapping[str, Any]) -> int:
     if numbers:
         return max(numbers) + 1
     if any("experts" in t.name for t in tensors):
-        return next((int(config[k]) for k in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(k)), 0)
+        keys = ("num_experts", "num_local_experts", "n_routed_experts")
+        return next((int(config[key]) for key in keys if config.get(key)), 0)
     return 0

@@ -57,7 +57,9 @@ class ShardWriter:
             (self.directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", "utf-8")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for fd in self._files.values():
             os.close(fd)
         if kind is None:

@@ -71,7 +71,7 @@ class Service:
                 raise
 
     def _serve(self, obtain_model: Callable[[], str]) -> None:
-        for pid in worker_process.end_tree(str(self.directories.runtime)):
+        for pid in worker_process.end_leftovers(self.directories.runtime):
             self.say(f"ended process {pid}, left by an earlier run")
         listen = self.parsed.settings.listen
         if reason := port_refusal(listen.host, listen.port):
@@ -100,7 +100,7 @@ class Service:
         env = dict(rung.env) | ({"VLLM_API_KEY": self.key} if self.key else {})
         command = worker_process.WorkerCommand(
             python=self.worker_python, argv=rung.argv, env=env, log=self.directories.state / "worker.log",
-            cwd=Path(node.places.cache),
+            cwd=Path(node.places.cache), runtime=self.directories.runtime,
         )
         tree = Tree(root=Path("/"))
         oom_before = read_oom_kills(tree)

@@ -1,37 +1,41 @@
 """The worker's process tree: start it, know its members, read its log, end all of it.
 
-Every process of the tree carries APPLIANCE_INSTANCE in its environment (vLLM renames and re-parents its processes, so
-names and parents prove nothing). The tree is its own session: a Ctrl-C on the terminal reaches the agent only.
+The tree is its own session: a Ctrl-C on the terminal reaches the agent only, and a process belongs to the tree if it
+is in that session. vLLM renames its processes (which also wipes the environment the kernel shows) and they are
+re-parented when their parent dies, so neither names nor parents prove anything. The session is written to `worker.json`
+in the runtime folder, so that a new agent can end what a killed one left behind.
 Standard output and error go to a file, because a full pipe would stop the worker when nobody reads.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-INSTANCE = "APPLIANCE_INSTANCE"
 PATH_DEFAULT = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-LOG_KEEP_BYTES = 8 * 1024**2
+LOG_READ_BYTES = 8 * 1024**2
+RECORD = "worker.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerCommand:
-    """What to start: `argv` after the interpreter, the complete environment, the log file, the working directory."""
+    """What to start: vLLM's arguments, the complete environment, the log file, the working and the runtime folder."""
 
     python: str
     argv: tuple[str, ...]
     env: Mapping[str, str]
     log: Path
     cwd: Path
+    runtime: Path
 
 
 class WorkerTree:
@@ -55,7 +59,7 @@ class WorkerTree:
         try:
             with open(self.command.log, "rb") as log:
                 log.seek(self._offset)
-                data = log.read(LOG_KEEP_BYTES)
+                data = log.read(LOG_READ_BYTES)
         except OSError:
             return []
         end = data.rfind(b"\n") + 1
@@ -63,7 +67,7 @@ class WorkerTree:
         return data[:end].decode("utf-8", "replace").splitlines()
 
     def members(self) -> list[psutil.Process]:
-        return members(self.command.env[INSTANCE])
+        return members(self.pid)
 
     def stop(self, *, grace_s: float) -> None:
         """SIGTERM to the API process (vLLM drains), SIGKILL to everything that is left after `grace_s` seconds."""
@@ -76,13 +80,15 @@ class WorkerTree:
 
     def kill(self) -> None:
         """SIGKILL the whole tree and wait until none of it is left."""
-        end_tree(self.command.env[INSTANCE])
+        end_session(self.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=10)
+        with contextlib.suppress(OSError):
+            (self.command.runtime / RECORD).unlink()
 
 
 def start(command: WorkerCommand) -> WorkerTree:
-    """Start the worker. Raises OSError when the interpreter cannot be executed."""
+    """Start the worker and record its session. Raises OSError when the interpreter cannot be executed."""
     if command.log.exists():
         os.replace(command.log, command.log.with_suffix(".log.1"))
     path = os.environ.get("PATH") or PATH_DEFAULT
@@ -92,33 +98,60 @@ def start(command: WorkerCommand) -> WorkerTree:
             env={"PATH": path, **command.env}, cwd=command.cwd, stdin=subprocess.DEVNULL, stdout=log,
             stderr=subprocess.STDOUT, start_new_session=True,
         )
+    record = {"session": process.pid, "created": psutil.Process(process.pid).create_time(), "boot": _boot_id()}
+    (command.runtime / RECORD).write_text(json.dumps(record))
     return WorkerTree(process, command)
 
 
-def members(instance: str) -> list[psutil.Process]:
-    """All living processes whose environment carries this instance mark."""
+def members(session: int) -> list[psutil.Process]:
+    """All living processes of a session, its leader included."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(INSTANCE) == instance:
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 
 
-def end_tree(instance: str, *, patience_s: float = 10.0) -> Sequence[int]:
-    """SIGKILL every process of an instance, again until none is left; returns the pids that were ended.
-
-    Also ends what an earlier agent left behind, which is why `serve` calls it before it starts a worker.
-    """
+def end_leftovers(runtime: Path) -> list[int]:
+    """End the worker that a killed agent left behind, if it is still there; returns the pids that were ended."""
+    try:
+        record = json.loads((runtime / RECORD).read_text())
+        session, created, boot = int(record["session"]), float(record["created"]), record["boot"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
     ended: list[int] = []
+    if boot == _boot_id() and not _reused(session, created):
+        ended = end_session(session)
+    with contextlib.suppress(OSError):
+        (runtime / RECORD).unlink()
+    return ended
+
+
+def end_session(session: int, *, patience_s: float = 10.0) -> list[int]:
+    """SIGKILL every process of a session, again until none is left; returns the pids that were ended."""
+    ended: set[int] = set()
     deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
-        left = members(instance)
-        if not left:
-            break
+    while (left := members(session)) and time.monotonic() < deadline:
         for process in left:
             with contextlib.suppress(psutil.Error, OSError):
                 process.send_signal(signal.SIGKILL)
-                ended.append(process.pid)
+                ended.add(process.pid)
         psutil.wait_procs(left, timeout=0.5)
-    return sorted(set(ended))
+    return sorted(ended)
+
+
+def _reused(session: int, created: float) -> bool:
+    """Whether the number now belongs to a later process. While a member lives, the kernel gives it to nobody else."""
+    try:
+        return abs(psutil.Process(session).create_time() - created) > 1
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:
+        return True
+
+
+def _boot_id() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""

@@ -2,8 +2,8 @@
 
 Each host is one call: a CPU, its cores as tuples of threads, files that differ from the usual, what captured.json
 says, and what must come out. `expect` is compared with the facts as a subset; `count` counts the cores and their
-kinds, `why` names the reason of a tier. A machine captured in the field is simply one more folder with an
-expect.json; it needs no entry here.
+kinds, `why` and `proven` name the reason and the proof of a tier. A machine captured in the field is simply one more
+folder with an expect.json; it needs no entry here.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def instruction_sets(out: Path) -> None:
     host(out, "avx512-sigill", cpu=cpus.CASCADE_LAKE_VM, cores=VM2, captured={
         "xgetbv": "0xe7", "proof": {"avx2": True, "avx512": False, "avx512_vnni": False},
         "reasons": dict.fromkeys(("avx512", "avx512_vnni"), "the proof child was killed by SIGILL"),
-    }, expect={"cpu": {"tier": "avx2"}, "why": {"avx512": "the proof child was killed by SIGILL"}})
+    }, expect={"cpu": {"tier": "avx2"}, "why": {"avx512": "the proof child was killed by SIGILL"},
+               "proven": {"avx2": True, "avx512": False, "avx512_vnni": False, "avx512_bf16": None}})
     host(out, "avx512-cpuid-masked", cpu=cpus.CASCADE_LAKE_VM, cores=VM2, captured={
         "xgetbv": "0xe7", "cpuid": {"7.0": {"ebx": "0x219c07ab", "ecx": "0x0", "edx": "0x0"}},
     }, expect={"cpu": {"tier": "avx2"},
@@ -90,6 +91,9 @@ def core_kinds(out: Path) -> None:
              "topology": {"smt": True,
                           "cores": [{"cpus": [cpu, cpu + 4], "kind": None, "node": 0} for cpu in range(4)]},
              "memory": {"swap_total_bytes": 2 * GIB}})
+    host(out, "smt-part-allowed", cpu=cpus.KABY_LAKE, cores=[(cpu, cpu + 4) for cpu in range(4)],
+         captured={"affinity": [0, 4, 5]}, expect={
+             "topology": {"smt": True, "allowed": [0, 4, 5], "cores": [{"cpus": [0, 4]}, {"cpus": [5]}]}})
     host(out, "no-smt-16", cpu=cpus.CASCADE_LAKE, cores=[(cpu,) for cpu in range(16)],
          proven=("avx2", "avx512", "avx512_vnni"), expect={
              "cpu": {"tier": "avx512_vnni"}, "topology": {"smt": False}, "count": {"cores": 16}})
@@ -102,8 +106,15 @@ def core_kinds(out: Path) -> None:
 def nodes_and_offline(out: Path) -> None:
     host(out, "offline-4-7", cpu=cpus.COFFEE_LAKE, cores=VM8, online=(0, 1, 2, 3), expect={
         "topology": {"online": [0, 1, 2, 3], "allowed": [0, 1, 2, 3], "smt": False}, "count": {"cores": 4}})
+    # SMT switched off at run time; /proc/self/status goes on naming the offline threads.
     host(out, "sibling-offline", cpu=cpus.KABY_LAKE, cores=[(cpu, cpu + 4) for cpu in range(4)], online=(0, 1, 2, 3),
-         expect={"topology": {"smt": False}, "count": {"cores": 4}})
+         files={"proc/self/status": "Name:\tapplianctl\nCpus_allowed:\tff\nCpus_allowed_list:\t0-7\n"},
+         captured={"affinity": None},
+         expect={"topology": {"smt": False, "allowed": [0, 1, 2, 3]}, "count": {"cores": 4}})
+    # lxcfs numbers the container's CPUs from 0 in `online`; the affinity mask has the real ones.
+    host(out, "lxc-renumbered", cpu=cpus.EPYC_AVX2_VM, cores=VM8,
+         files={"sys/devices/system/cpu/online": "0-1"}, captured={"affinity": [2, 5]},
+         expect={"topology": {"allowed": [2, 5]}, "count": {"cores": 2}})
     host(out, "two-nodes", cpu=cpus.CASCADE_LAKE, cores=VM8, proven=("avx2", "avx512", "avx512_vnni"),
          files={**node(0, "0-3", 8), **node(1, "4-7", 8)}, expect={
              "topology": {"nodes": [{"node": 0, "cpus": [0, 1, 2, 3], "memory_bytes": 8 * GIB},
@@ -184,9 +195,15 @@ def cpu_limits(out: Path) -> None:
         "memory": {"ceiling_bytes": 6 * GIB, "used_bytes": GIB}})
     host(out, "v2-quota", cpu=cpus.COFFEE_LAKE, cores=VM8, files=cgroups.service(cpu_max="400000 100000"), expect={
         "topology": {"quota": {"cpus": 4.0, "source": f"/sys/fs/cgroup{service}/cpu.max"}}, "count": {"cores": 8}})
-    host(out, "v2-cpuset-and-quota", cpu=cpus.COFFEE_LAKE, cores=VM8, files=cgroups.service(
-        cpu_max="600000 100000", **{"cpuset_cpus.effective": "0-3"},
-    ), expect={"topology": {"allowed": [0, 1, 2, 3], "quota": {"cpus": 6.0}}, "count": {"cores": 4}})
+    host(out, "v2-cpuset-and-quota", cpu=cpus.COFFEE_LAKE, cores=VM8, files={
+        **cgroups.service(cpu_max="600000 100000", **{"cpuset_cpus.effective": "0-3"}),
+        "sys/fs/cgroup/system.slice/cpuset.cpus.effective": "0-5", "sys/fs/cgroup/cpuset.cpus.effective": "0-7",
+    }, expect={"topology": {"allowed": [0, 1, 2, 3], "quota": {"cpus": 6.0}}, "count": {"cores": 4}})
+    loose = cgroups.v1_memory(limit=str(GIB), used=GIB // 2, file=0)
+    host(out, "v1-not-hierarchical", cpu=cpus.EPYC_AVX2_VM, cores=VM2, files=cgroups.v1({"memory": service}, {
+        f"memory{service}": cgroups.v1_memory(limit=str(3 * GIB), used=GIB, file=0),
+        "memory/system.slice": {**loose, "memory.use_hierarchy": "0"}, "memory": {"memory.use_hierarchy": "0"},
+    }), expect={"memory": {"ceiling_bytes": 3 * GIB, "limits": [{"bytes": 3 * GIB}]}})
     hybrid = cgroups.v1({"memory": "/", "cpu": "/", "cpuset": "/"}, {
         "memory": cgroups.v1_memory(limit=cgroups.V1_NO_LIMIT, used=GIB, file=0), "cpuset": {"cpuset.cpus": "0-3"}})
     hybrid["proc/self/cgroup"] = f"2:memory:/\n1:cpuset:/\n0::{service}"

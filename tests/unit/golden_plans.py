@@ -24,8 +24,7 @@ PLANS = TESTS / "plans"
 HOSTS = TESTS / "hosts"
 HOST = "avx2-vm"
 CEILINGS_GIB = (1, 2, 4, 8, 64)
-PLACES = Places(model="/store/objects/model", cache="/cache/host", tmp="/cache/host/tmp", sockets="/run/appliance",
-                instance="/run/appliance")
+PLACES = Places(model="/store/objects/model", cache="/cache/host", tmp="/cache/host/tmp", sockets="/run/appliance")
 
 
 def models() -> dict[str, ModelFacts]:

@@ -31,12 +31,13 @@ def differences(expected: Any, found: Any, place: str = "") -> list[str]:
 
 
 def observed(facts: HostFacts) -> dict[str, Any]:
-    """The facts as JSON, with the counts and reasons that expect.json may name."""
+    """The facts as JSON, with the counts, reasons and proofs that expect.json may name."""
     kinds = [core.kind for core in facts.topology.cores]
     return {
         **to_json(facts),
         "count": {"cores": len(kinds), **{kind: kinds.count(kind) for kind in ("performance", "efficiency")}},
         "why": {tier.name: tier.reason for tier in facts.cpu.tiers},
+        "proven": {tier.name: tier.proven for tier in facts.cpu.tiers},
     }
 
 
@@ -97,6 +98,12 @@ def test_case_044_quota_and_cpuset() -> None:
     assert v1.quota.cpus == 4.0  # the parent is tighter than the own group's 6
 
 
+def test_case_048_soft_limit_is_the_ceiling_without_swap() -> None:
+    memory = read_host(HOSTS / "v2-high-below-max").memory
+    assert (memory.ceiling_bytes, memory.swap_total_bytes) == (3 << 30, 0)
+    assert [limit.soft for limit in memory.limits if limit.bytes == memory.ceiling_bytes] == [True]
+
+
 def test_case_046_changed_limit_is_seen(tmp_path: Path) -> None:
     """The parent's limit counts although the own group says max, and the next reading sees a change."""
     import shutil
@@ -145,5 +152,8 @@ def test_folders_are_what_make_writes(tmp_path: Path) -> None:
     """The committed folders come from tests/hosts/make.py; run it and review the diff when this fails."""
     subprocess.run([sys.executable, "-B", str(HOSTS / "make.py"), str(tmp_path)], check=True, timeout=60)
     made = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert len({path.parts[0] for path in made}) >= 14
+    folders = {path.parts[0] for path in made}
+    assert len(folders) >= 14
+    kept = {path.relative_to(HOSTS) for name in folders for path in (HOSTS / name).rglob("*") if path.is_file()}
+    assert kept == set(made)
     assert [str(path) for path, data in made.items() if (HOSTS / path).read_bytes() != data] == []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +85,29 @@ def test_wrong_value_is_disproof(monkeypatch: pytest.MonkeyPatch) -> None:
     assert proof.prove("avx2") == (True, "")
     monkeypatch.setitem(proof.CHECK, "avx2", (3, 25))
     assert proof.prove("avx2") == (False, "its instructions return a wrong value")
+
+
+@pytest.mark.skipif(not shutil.which("objdump"), reason="needs binutils")
+@pytest.mark.parametrize(("name", "instructions"), [
+    ("cpuid", "push mov mov mov cpuid mov mov mov mov pop ret"),
+    ("xgetbv", "xor xgetbv shl or ret"),
+    ("avx2", "vmovd vpbroadcastd vcvtdq2ps vfmadd213ps vcvtps2ph vcvtph2ps vcvtps2dq vpaddd vextracti128 vmovd "
+             "vzeroupper ret"),
+    ("avx512", "vpbroadcastd vpaddd vpaddw vandps vextracti64x2 vpaddd vmovd vzeroupper ret"),
+    ("avx512_vnni", "vpbroadcastd vpxord vpdpbusd vextracti32x4 vmovd vzeroupper ret"),
+    ("avx512_bf16", "vpbroadcastd vpxord vdpbf16ps vextracti32x4 vmovd vzeroupper ret"),
+    ("amx", "mov ldtilecfg mov tileloadd tileloadd tilezero tdpbssd tilestored tilezero tdpbf16ps tilestored "
+            "tilerelease mov add ret"),
+])
+def test_bytes_are_the_instructions_they_claim(tmp_path: Path, name: str, instructions: str) -> None:
+    """The only check of the code of tiers that this CPU cannot execute."""
+    (tmp_path / "code").write_bytes(bytes.fromhex(proof.CODE[name]))
+    command = ["objdump", "-D", "-b", "binary", "-m", "i386:x86-64", "-M", "intel", str(tmp_path / "code")]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+    # A long instruction continues on a line without a mnemonic.
+    assert re.findall(r"^ +[0-9a-f]+:\t[0-9a-f ]+\t(\w+)", listing, re.MULTILINE) == instructions.split()
+    assert set(proof.CODE) == {"cpuid", "xgetbv", *TIERS[1:]}
+    assert set(proof.CHECK) == set(TIERS[1:])
 
 
 @pytest.mark.parametrize(("code", "proven", "text"), [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -76,13 +77,14 @@ def test_case_014_a_user_without_a_name_and_with_a_read_only_home(tmp_path: Path
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make a folder of somebody else")
-def test_a_folder_that_somebody_else_made_first_is_not_used(tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        if folder.owner() == "root" and folder != Path("/tmp"):
-            folder.chmod(0o755)
-    shared.chmod(0o1777)
+def test_a_folder_that_somebody_else_made_first_is_not_used() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        shared = Path(folder)
+        shared.chmod(0o1777)
+        _try_foreign(shared)
+
+
+def _try_foreign(shared: Path) -> None:
     (shared / "appliance-54321").mkdir()
     os.chown(shared / "appliance-54321", 12345, 12345)
     (shared / "appliance-54321").chmod(0o777)

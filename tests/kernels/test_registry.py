@@ -1,0 +1,128 @@
+"""Who refuses what, with which words; and the format's quality floor for the reference grid."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from appliance.errors import ConfigError, CpuNotSupported  # noqa: E402  # after the guard for the agent's environment
+from appliance.kernels import NAMES, reference, selftest  # noqa: E402
+from appliance.kernels.host import MM_OP, PACK_OP, gemm_dtype, int4_refusal, read_torch_host  # noqa: E402
+from appliance.kernels.registry import LayerShape, choose, kernel_named, kernels, torch_host  # noqa: E402
+
+pytestmark = pytest.mark.worker
+
+
+def test_names_match_the_registry() -> None:
+    assert tuple(kernel.name for kernel in kernels()) == NAMES
+
+
+def test_case_024_a_torch_without_the_packer_is_refused_with_versions() -> None:
+    reason = int4_refusal(SimpleNamespace(**{MM_OP: getattr(torch.ops.aten, MM_OP)}), "2.4.1")
+    assert reason == f"torch has no operator {PACK_OP} (found torch 2.4.1, supported is 2.13)"
+
+
+def test_case_024_a_packer_of_another_input_type_is_refused() -> None:
+    real = getattr(torch.ops.aten, PACK_OP)
+
+    def wants_bytes(codes: Any, tiles: int) -> Any:
+        if codes.dtype != torch.uint8:
+            raise RuntimeError("expected uint8 weight")
+        return real(codes.int(), tiles)
+
+    aten = SimpleNamespace(**{PACK_OP: wants_bytes, MM_OP: getattr(torch.ops.aten, MM_OP)})
+    reason = int4_refusal(aten, "2.14.0")
+    assert reason is not None
+    assert "does not take int32 codes: expected uint8 weight" in reason
+    assert "found torch 2.14.0, supported is 2.13" in reason
+
+
+def test_case_024_a_packer_of_another_result_is_refused() -> None:
+    aten = SimpleNamespace(**{PACK_OP: lambda codes, tiles: codes, MM_OP: None})
+    assert "returns torch.int32 x 512, expected uint8 x 256" in str(int4_refusal(aten, "2.5"))
+
+
+def test_case_024_the_refusal_ends_the_self_test_and_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = replace(torch_host(), int4_refusal="torch has no operator x (found torch 2.4.1, supported is 2.13)")
+    variants = list(selftest.run(host, kernels()))
+    assert [v.line for v in variants if not v.ok] == [f"aten: FAILED: {host.int4_refusal}"]
+    monkeypatch.setattr(selftest, "torch_host", lambda: host)
+    with pytest.raises(ConfigError, match=r"found torch 2\.4\.1, supported is 2\.13"):
+        selftest.check_at_start()
+
+
+def test_the_installed_torch_is_not_refused() -> None:
+    assert read_torch_host().int4_refusal is None
+
+
+@pytest.mark.parametrize(("shape", "reason"), [
+    ((24, 64, 32), "multiple of 16"),
+    ((32, 96, 64), "not whole groups of 64"),
+    ((32, 96, 48), "group size 48 is not one of 32, 64, 128, 256"),
+])
+def test_a_refused_layer_says_why_and_goes_to_the_next(shape: tuple[int, int, int], reason: str) -> None:
+    n, k, group = shape
+    choice = choose(LayerShape(n=n, k=k, group=group), torch_host(), kernels())
+    assert choice.kernel.name == "portable"
+    assert reason in choice.refused["aten"]
+
+
+def test_the_wanted_kernel_is_asked_first() -> None:
+    shape = LayerShape(n=64, k=64, group=32)
+    assert choose(shape, torch_host(), kernels()).kernel.name == "aten"
+    assert choose(shape, torch_host(), kernels(), "portable").kernel.name == "portable"
+    choice = choose(shape, torch_host(), kernels(), "native")
+    assert (choice.kernel.name, choice.refused) == ("aten", {"native": "this build has no such kernel"})
+
+
+def test_an_unknown_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from appliance.kernels import aten
+
+    monkeypatch.setattr(aten, "layout_of", lambda n: None)
+    choice = choose(LayerShape(n=64, k=64, group=32), torch_host(), kernels())
+    assert choice.kernel.name == "portable"
+    assert "the packed layout of 64 channels" in choice.refused["aten"]
+
+
+def test_the_gemm_type_follows_cpu_and_capability() -> None:
+    assert gemm_dtype("AVX2", {"avx2": True}) == torch.float32
+    assert gemm_dtype("AVX512", {"avx512_f": True}) == torch.float32
+    assert gemm_dtype("AVX512", {"avx512_bf16": True}) == torch.bfloat16
+    assert gemm_dtype("AVX512", {"amx_tile": True}) == torch.bfloat16
+    assert gemm_dtype("AVX2", {"avx512_bf16": True, "amx_tile": True}) == torch.float32
+
+
+def test_the_layout_id_names_the_capability_and_the_release() -> None:
+    release = torch.__version__.split("+")[0]
+    assert kernel_named("aten").layout_id == f"aten-{release}-{torch.backends.cpu.get_cpu_capability().lower()}"
+
+
+def test_a_kernel_that_is_wrong_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    real = reference.linear
+    monkeypatch.setattr(reference, "linear", lambda x, portable: real(x, portable) * 1.01)
+    with pytest.raises(CpuNotSupported, match="wrong results"):
+        selftest.check_at_start()
+    assert "aten direct, 2 rows: FAILED" in capfd.readouterr().out
+
+
+def test_the_start_prints_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    selftest.check_at_start()
+    lines = capfd.readouterr().out.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("int4 kernels agree with the reference (")
+
+
+def test_the_reference_keeps_the_quality_floor() -> None:
+    codes = torch.randint(0, 16, (7, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(reference.unpack(reference.pack(codes)), codes)
+    weight = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1))
+    portable = reference.quantize(weight, 64)
+    assert selftest.signal_db(reference.dequantize(portable), weight) > 19
+    assert reference.unpack(portable.packed).max() <= 15

@@ -1,0 +1,130 @@
+"""A running agent with a fake worker: real processes, real signals, real sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from appliance import status as status_file
+from appliance.errors import NotReachable
+from appliance.store import Store
+from tests.process.fake_models import int4, write_model
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 64,
+    "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256,
+    "max_position_embeddings": 4096, "torch_dtype": "bfloat16", "tie_word_embeddings": True,
+    "quantization_config": {"quant_method": "cpu_int4", "group_size": 32},
+}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(kw_only=True)
+class Agent:
+    """`applianctl` in a home of its own; `serve` starts it in the background."""
+
+    home: Path
+    python: str
+    port: int = field(default_factory=free_port)
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    @property
+    def runtime(self) -> Path:
+        return self.home / "run"
+
+    def env(self, fake: str = "ok", **more: str) -> dict[str, str]:
+        return {"PATH": os.environ["PATH"], "HOME": "/", "APPLIANCE_HOME": str(self.home), "APPLIANCE_WORKER_PYTHON": self.python,
+                "APPLIANCE_CONFIG": str(self.config(fake)), **more}
+
+    def config(self, fake: str) -> Path:
+        path = self.home / f"{fake}.yaml"
+        path.write_text(f"worker: {{env: {{FAKE: {fake}}}}}\ndrain_s: 1\nmemory: {{reserve: 64M}}\n")
+        return path
+
+    def run(self, *args: str, timeout: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "appliance.cli.main", *args], env=self.env(**env), capture_output=True,
+                              text=True, timeout=timeout, check=False)
+
+    def serve(self, fake: str = "ok", *args: str, **env: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "appliance.cli.main", "serve", "--port", str(self.port), "--model", "tiny", *args],
+            env=self.env(fake, **env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def status(self) -> dict[str, object]:
+        try:
+            return status_file.read(self.runtime)
+        except NotReachable:
+            return {"state": "absent"}
+
+    def wait_for(self, *states: str, timeout: float = 30) -> dict[str, object]:
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            current = self.status()
+            if current["state"] in states:
+                return current
+            time.sleep(0.05)
+        raise AssertionError(f"not {states} within {timeout} s: {self.status()}")
+
+    def last_written(self) -> dict[str, object]:
+        written: dict[str, object] = json.loads((self.runtime / "status.json").read_text())
+        return written
+
+    def worker_processes(self) -> list[psutil.Process]:
+        """Everything whose command line names this home: the fake worker and its children."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "pid", "status"]):
+            line = " ".join(process.info["cmdline"] or ())
+            mine = str(self.home) in line or "VLLM::EngineCor" in line
+            agent = process.pid in [p.pid for p in self.processes]
+            if mine and not agent and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        return found
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    home = tmp_path / "h"
+    for folder in (home, home / "run", home / "state"):
+        folder.mkdir()
+    script = home / "fake-python"
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("fake_worker.py")} "$@"\n')
+    script.chmod(0o755)
+    made = Agent(home=home, python=str(script))
+    shapes = {
+        **int4("model.embed_tokens", 256, 64, 32), **int4("model.layers.0.self_attn.q_proj", 64, 64, 32),
+        **int4("model.layers.0.mlp.down_proj", 64, 64, 32), "model.norm.weight": ("BF16", (64,)),
+    }
+    store = Store(home / "store")
+    with store.begin("0" * 64) as draft:
+        write_model(draft.folder, CONFIG, shapes)
+        store.commit(draft, source="tiny", source_digest="1" * 64, recipe={}, report={}, created="2026-01-01T00:00:00", name="tiny")
+    yield made
+    for process in made.processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.communicate(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        process.communicate()
+    for left in made.worker_processes():
+        left.kill()

@@ -1,0 +1,179 @@
+"""`applianctl serve` with a worker that can misbehave: readiness, ends, leftovers, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+
+import psutil
+import pytest
+
+from tests.process.conftest import Agent
+
+
+def test_ready_only_after_an_answer_then_a_clean_stop(agent: Agent) -> None:
+    process = agent.serve("slow")
+    assert agent.wait_for("loading")["state"] == "loading"
+    waiting = agent.run("status", "--wait", "--timeout", "30")
+    assert waiting.returncode == 0, waiting.stderr
+    assert "ready: answered" in waiting.stdout
+    status = agent.wait_for("ready")
+    assert status["last_answer_at"]
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert err == ""
+    assert f"ready: http://127.0.0.1:{agent.port}/v1 answered 'Paris.'" in out
+    assert out.strip().endswith("stopped: no worker process is left")
+    assert agent.worker_processes() == []
+    assert agent.last_written()["state"] == "stopped"
+    assert agent.run("status").returncode == 69
+
+
+@pytest.mark.parametrize("fake", ["hang", "dumb", "error"])
+def test_listening_is_not_ready(agent: Agent, fake: str) -> None:
+    agent.serve(fake)
+    status = agent.wait_for("answering")
+    time.sleep(1.5)
+    status = agent.wait_for("answering")
+    assert status["last_answer_at"] is None
+    assert agent.run("status").returncode == 69
+    assert agent.run("chat", "hello").returncode == 69
+
+
+@pytest.mark.parametrize(
+    ("fake", "code", "says"),
+    [
+        ("crash", 75, "ValueError: this fake always crashes"),
+        ("sigill", 77, "illegal instruction (signal 4)"),
+        ("die", 75, "signal 11"),
+    ],
+)
+def test_a_dead_worker_is_one_sentence_and_an_exit_code(agent: Agent, fake: str, code: int, says: str) -> None:
+    process = agent.serve(fake)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert len(err.strip().splitlines()) == 1
+    assert says in err
+    written = agent.last_written()
+    assert written["state"] == "failed"
+    assert says in str(written["sentence"])
+    assert agent.worker_processes() == []
+    status = agent.run("status")
+    assert status.returncode == 69
+    assert says in status.stderr
+
+
+def test_a_stubborn_tree_is_ended(agent: Agent) -> None:
+    process = agent.serve("stubborn")
+    agent.wait_for("ready")
+    assert len(agent.worker_processes()) == 2
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert agent.worker_processes() == []
+
+
+def test_case_011_a_killed_agents_worker_is_ended_by_the_next(agent: Agent) -> None:
+    first = agent.serve("stubborn")
+    agent.wait_for("ready")
+    first.kill()
+    first.communicate()
+    left = agent.worker_processes()
+    assert len(left) == 2
+    assert agent.run("status").returncode == 69
+    # its leader dies too: the renamed child is an orphan without parent, name or environment
+    min(left, key=lambda p: p.pid).kill()
+    second = agent.serve("ok")
+    agent.wait_for("ready")
+    assert not [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    second.send_signal(signal.SIGTERM)
+    out, _ = second.communicate(timeout=30)
+    assert "left by an earlier run" in out
+
+
+def test_case_012_a_taken_port_is_named_before_anything_is_loaded(agent: Agent) -> None:
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", agent.port))
+        holder.listen()
+        began = time.monotonic()
+        process = agent.serve("ok")
+        _, err = process.communicate(timeout=30)
+        assert time.monotonic() - began < 2 + 2  # the interpreter's own start on a busy machine is not the refusal
+    assert process.returncode == 75
+    assert f"port {agent.port} is taken by {psutil.Process().name()} (pid {os.getpid()})" in err
+    assert not (agent.home / "state" / "worker.log").exists()
+
+
+def test_case_012_time_wait_does_not_block_a_restart(agent: Agent) -> None:
+    for _ in range(2):
+        process = agent.serve("ok")
+        agent.wait_for("ready")  # the health connections are closed by the server: TIME_WAIT on its port
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+        assert process.returncode == 0
+
+
+def test_only_one_agent(agent: Agent) -> None:
+    agent.serve("ok")
+    agent.wait_for("ready")
+    second = agent.run("serve", "--port", "1")
+    assert second.returncode == 75
+    assert "running already" in second.stderr
+
+
+def test_case_014_home_is_not_needed_and_the_worker_writes_in_its_own_folders(agent: Agent) -> None:
+    process = agent.serve("ok", HOME="/", USER="", LOGNAME="")
+    agent.wait_for("ready")
+    log = (agent.home / "state" / "worker.log").read_text()
+    environment = json.loads(next(line for line in log.splitlines() if line.startswith("environment "))[12:])
+    for name in ("HOME", "TMPDIR", "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "TORCHINDUCTOR_CACHE_DIR", "HF_HOME", "XDG_CACHE_HOME"):
+        assert environment[name].startswith(str(agent.home / "cache")), name
+    assert environment["USER"] == "appliance"
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+
+
+def test_case_015_offline_is_planned_and_a_missing_tokenizer_is_named_at_once(agent: Agent) -> None:
+    stored = next((agent.home / "store" / "objects").iterdir())
+    environment_seen = agent.run("plan", "--model", "tiny", "--json")
+    env = json.loads(environment_seen.stdout)["rungs"][0]["env"]
+    assert (env["HF_HUB_OFFLINE"], env["TRANSFORMERS_OFFLINE"], env["VLLM_NO_USAGE_STATS"]) == ("1", "1", "1")
+    stored.chmod(0o755)
+    (stored / "tokenizer.json").unlink()
+    began = time.monotonic()
+    process = agent.serve("ok")
+    _, err = process.communicate(timeout=30)
+    assert time.monotonic() - began < 10
+    assert process.returncode == 65
+    assert "tokenizer.json is missing" in err
+
+
+def test_case_055_the_worker_cannot_talk_to_systemd(agent: Agent) -> None:
+    process = agent.serve("ok", NOTIFY_SOCKET="/run/nowhere", WATCHDOG_USEC="1000000", VLLM_PLUGINS="other", LD_PRELOAD="")
+    agent.wait_for("ready")
+    log = (agent.home / "state" / "worker.log").read_text()
+    environment = json.loads(next(line for line in log.splitlines() if line.startswith("environment "))[12:])
+    assert "NOTIFY_SOCKET" not in environment
+    assert "WATCHDOG_USEC" not in environment
+    assert environment["VLLM_PLUGINS"] == "cpu_int4"
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+
+
+def test_a_stop_while_loading(agent: Agent) -> None:
+    process = agent.serve("slow")
+    agent.wait_for("loading")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert agent.worker_processes() == []
+
+
+def test_model_use_decides_what_is_served(agent: Agent) -> None:
+    assert agent.run("model", "use", "tiny").returncode == 0
+    assert json.loads(agent.run("plan", "--json").stdout)["model"] == "tiny"

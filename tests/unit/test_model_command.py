@@ -1,0 +1,155 @@
+"""`applianctl model` as an operator sees it: tables, JSON, refusals, progress. The child is the fake quantizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from appliance.cli.application import Application
+from appliance.cli.model import model
+from appliance.cli.progress import Progress
+from appliance.errors import ModelError, StoreError, UsageError
+from tests.process.fake_models import fake_python, source_folder
+
+
+class Operator:
+    def __init__(self, folder: Path) -> None:
+        home, python = str(folder / "home"), fake_python(folder)
+        self.env = {"PATH": "/bin", "APPLIANCE_HOME": home, "APPLIANCE_WORKER_PYTHON": python}
+        self.store = folder / "home" / "store"
+
+    def run(self, *args: str) -> Result:
+        result = CliRunner().invoke(model, args, obj=Application(env=self.env))
+        if result.exception and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+
+@pytest.fixture
+def operator(tmp_path: Path) -> Operator:
+    return Operator(tmp_path)
+
+
+def test_add_list_show_use_remove(operator: Operator, tmp_path: Path) -> None:
+    assert operator.run("list").stdout.startswith("No model in ")
+    added = operator.run("add", str(source_folder(tmp_path / "Tiny Model")))
+    assert added.stdout.startswith("tiny-model: stored, ")
+    assert ", 5.0 bits per weight, group 32, " in added.stdout
+    assert added.stderr.splitlines() == [
+        "checking the source", "reading the source", "quantizing", "writing the last files", "checking and storing"]
+    assert operator.run("add", str(tmp_path / "Tiny Model"), "--name", "b").stdout.startswith("b: in the store already")
+    assert operator.run("use", "tiny-model").stdout == "tiny-model: in use from the next start\n"
+
+    head, one, two = operator.run("list").stdout.splitlines()
+    assert head.split() == ["NAME", "SIZE", "WEIGHTS", "BITS", "GROUP", "ADDED", "DIGEST"]
+    assert one.startswith("   b  ")
+    assert two.startswith("*  tiny-model  ")
+    assert len({line.index("0.0 MB") for line in (one, two)}) == 1
+    rows = json.loads(operator.run("list", "--json").stdout)
+    assert [(row["name"], row["in_use"]) for row in rows] == [("b", False), ("tiny-model", True)]
+    assert {row["group_size"] for row in rows} == {32}
+
+    shown = operator.run("show").stdout
+    assert "names" not in shown
+    assert f"{'name':<15}b, tiny-model" in shown
+    assert f"{'heads':<15}4, 2 for keys and values, 16 wide" in shown
+    said = json.loads(operator.run("show", "default", "--json").stdout)
+    assert (said["name"], said["layers"], said["recipe"]["group_size"]) == ("tiny-model", 2, "auto")
+
+    with pytest.raises(UsageError, match="is the one in use"):
+        operator.run("remove", "tiny-model")
+    assert operator.run("remove", "b").stdout == "b: removed, 0.0 MB freed\n"
+    assert operator.run("remove", "tiny-model", "--force").exit_code == 0
+    assert list((operator.store / "objects").iterdir()) == []
+    with pytest.raises(ModelError, match="no model is called 'tiny-model'"):
+        operator.run("show")
+
+
+def test_another_recipe_is_another_object(operator: Operator, tmp_path: Path) -> None:
+    source = str(source_folder(tmp_path / "source"))
+    recipes = {"a": [], "b": ["--group-size", "64"], "c": ["--table-bits", "16"], "d": ["--ignore", "x"],
+               "e": ["--ignore", "x", "--ignore", "x"]}
+    for name, flags in recipes.items():
+        operator.run("add", source, "--name", name, *flags)
+    digests = {row["name"]: row["digest"] for row in json.loads(operator.run("list", "--json").stdout)}
+    assert len(set(digests.values())) == 4
+    assert digests["d"] == digests["e"]
+
+
+def test_verify_names_the_damaged_file_and_goes_on(operator: Operator, tmp_path: Path) -> None:
+    for name, fill in (("one", 1), ("two", 2)):
+        operator.run("add", str(source_folder(tmp_path / name, fill=fill)))
+    file = operator.store / "objects" / (operator.store / "names" / "one").read_text().strip() / "model.safetensors"
+    file.chmod(0o644)
+    with open(file, "r+b") as weights:
+        weights.seek(1000)
+        weights.write(b"\xff\x00\xff")
+    with pytest.raises(StoreError, match="damaged: one; run `applianctl model remove one --force`"):
+        operator.run("verify")
+    result = CliRunner().invoke(model, ["verify"], obj=Application(env=operator.env))
+    one, two = result.stdout.splitlines()
+    assert one.startswith("one: model.safetensors: contents changed (SHA-256 ")
+    assert two.startswith("two: whole (")
+    file.unlink()
+    listed = operator.run("list")
+    assert listed.stdout.splitlines()[1].split()[:4] == ["one", "?", "?", "?"]
+    assert listed.stderr == "one: damaged: model.safetensors: No such file or directory\n"
+    with pytest.raises(StoreError, match=r"'one' is damaged: model.safetensors: No such file"):
+        operator.run("show", "one")
+
+
+def test_use_says_when_a_setting_wins(operator: Operator, tmp_path: Path) -> None:
+    operator.run("add", str(source_folder(tmp_path / "one")))
+    operator.env["APPLIANCE_MODEL"] = "other"
+    assert "APPLIANCE_MODEL sets the model to 'other' and wins" in operator.run("use", "one").stderr
+
+
+@pytest.mark.parametrize("args", [
+    ("add", "x", "--group-size", "48"), ("add", "x", "--table-bits", "8"), ("add",), ("remove",),
+])
+def test_wrong_flags_are_usage_errors(operator: Operator, args: tuple[str, ...]) -> None:
+    assert operator.run(*args).exit_code == 2
+
+
+def test_plain_progress_is_rare_and_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(terminal=False) as progress:
+        progress({"event": "phase", "phase": "quantizing", "note": "3 tensors"})
+        for done in range(1000):
+            progress({"event": "progress", "done_bytes": done, "total_bytes": 1000, "item": "x"})
+        progress._said = (progress._said[0], progress._said[1] - 60)  # a minute later
+        progress({"event": "progress", "done_bytes": 500_000, "total_bytes": 1_000_000, "item": "x"})
+        progress({"event": "progress", "done_bytes": 0, "total_bytes": 0, "item": "x"})
+        progress({"event": "phase", "phase": "unheard-of"})
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == ["quantizing (3 tensors)", "quantizing: 50% of 1 MB", "unheard-of"]
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    leader, follower = pty.openpty()
+    with os.fdopen(follower, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with Progress() as progress:
+            progress({"event": "phase", "phase": "quantizing"})
+            for done in (10, 60, 100):
+                progress({"event": "progress", "done_bytes": done, "total_bytes": 100, "item": "x"})
+                progress._bar.render_progress()
+        terminal.flush()
+        seen = os.read(leader, 65536).decode()
+    os.close(leader)
+    assert "10%" in seen
+    assert "100%" in seen
+    assert "#" in seen
+
+
+def test_the_group_has_a_help_line_for_each_command() -> None:
+    context = click.Context(model)
+    assert model.list_commands(context) == ["add", "list", "remove", "show", "use", "verify"]
+    assert all(command.get_short_help_str() for command in model.commands.values())
