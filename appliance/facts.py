@@ -117,7 +117,7 @@ class MemoryFacts:
     """The lowest of `limits` and `total_bytes`; None when neither is known."""
     ceiling_source: str
     used_bytes: int | None
-    """What other processes already hold under the ceiling, reclaimable page cache not counted."""
+    """What is already held under the ceiling (this process included), reclaimable page cache not counted."""
 
 
 @dataclass(frozen=True, kw_only=True)

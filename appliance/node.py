@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.directories import Directories
-from appliance.errors import ConfigError, ModelError
+from appliance.errors import ConfigError
 from appliance.facts import HostFacts, ModelFacts
 from appliance.jobs import worker_contract
 from appliance.launch import MAX_SOCKET_DIRECTORY, Places
@@ -70,13 +70,4 @@ def software_refusal(host: HostFacts) -> ConfigError | None:
     if host.software.executable_mappings is False:
         return ConfigError("executable memory is forbidden", why="torch generates machine code at run time",
                            do="remove MemoryDenyWriteExecute=yes from the unit's drop-ins")
-    return None
-
-
-def files_refusal(model_path: Path) -> ModelError | None:
-    """What a stored model lacks to be served offline, by file name."""
-    for name in ("config.json", "tokenizer.json"):
-        if not (model_path / name).is_file() and not (name == "tokenizer.json" and (model_path / "tokenizer.model").is_file()):
-            return ModelError("the stored model is incomplete", why=f"{name} is missing in {model_path}",
-                              do="run `applianctl model verify`, then add the model again")
     return None

@@ -17,14 +17,15 @@ from typing import Any
 from appliance import budget, launch
 from appliance.budget import MIN_CONTEXT, MemoryItem, Shape, show
 from appliance.errors import ApplianceError, by_exit_code
-from appliance.facts import HostFacts, ModelFacts, TopologyFacts
+from appliance.facts import HostFacts, ModelFacts
 from appliance.launch import Dials, Places
 from appliance.quantize.format import parse_config
 from appliance.settings import Settings
+from appliance.threads import choose_threads
 
 SCHEMA = 1
 BLOCK = 32
-"""Tokens per key/value block: vLLM's 128 lets only prompts over 128 tokens share a prefix; AMX attention wants 32 | block."""
+"""Tokens per key/value block: of vLLM's own 128 only prompts over 128 tokens can share a prefix; AMX attention wants 32n."""
 SAFE_DEQUANT_THRESHOLD = 2
 LOWER_CAPABILITY = {"avx512": "avx2", "avx2": "default"}
 
@@ -83,14 +84,6 @@ class Plan:
         return self.rungs[0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Threads:
-    count: int
-    cpus: tuple[int, ...] | None
-    reason: str
-    evidence: str
-
-
 def make_plan(
     host: HostFacts,
     model: ModelFacts,
@@ -109,17 +102,14 @@ def make_plan(
             return _refused(host, model, refusal, ())
     tier = host.cpu.tier or "scalar"
     choices: list[Choice] = [_tier_choice(host)]
-    threads = _threads(host.topology, settings)
+    threads = choose_threads(host.topology, settings)
     choices.append(Choice(name="threads", value=threads.count, reason=threads.reason, evidence=threads.evidence))
     if threads.cpus is not None:
-        choices.append(Choice(name="cpus", value=_ranges(threads.cpus), reason="the worker is confined to the chosen cores",
-                              evidence="sysfs topology"))
+        choices.append(Choice(name="cpus", value=_ranges(threads.cpus), evidence=threads.evidence,
+                              reason="the worker is confined to the chosen cores"))
     choices += _kernel_choices(tier, model)
     running = settings.max_running or _default_running(threads.count)
-    choices.append(Choice(name="max running requests", value=running,
-                          reason="set by the operator" if settings.max_running else
-                          "one read of the weights serves all running requests; more would each be too slow on these threads",
-                          evidence="settings" if settings.max_running else f"{threads.count} threads"))
+    choices.append(_running_choice(running, threads.count, settings))
     can_compile, compile_reason, compile_evidence = _compile(host, settings)
     ceiling, ceiling_source = _ceiling(host, settings)
     usable = _usable(host, ceiling, settings)
@@ -163,8 +153,8 @@ def _refused(host: HostFacts, model: ModelFacts, refusal: Refusal, choices: tupl
 def _host_refusal(host: HostFacts) -> Refusal | None:
     cpu = host.cpu
     if cpu.architecture not in (None, "x86_64"):
-        return Refusal(exit_code=77, what="this machine cannot run the worker", why=f"its architecture is {cpu.architecture}",
-                       do="use a 64-bit x86 machine with AVX2")
+        return Refusal(exit_code=77, what="this machine cannot run the worker",
+                       why=f"its architecture is {cpu.architecture}", do="use a 64-bit x86 machine with AVX2")
     if host.software.libc is not None and "musl" in host.software.libc:
         return Refusal(exit_code=77, what="this userland cannot run the worker",
                        why="torch's wheels need glibc, found musl", do="use Debian, Ubuntu or another glibc system")
@@ -199,49 +189,31 @@ def _settings_refusal(settings: Settings, kernels: tuple[str, ...]) -> Refusal |
 
 def _tier_choice(host: HostFacts) -> Choice:
     blocked = next((f"{t.name}: {t.reason}" for t in host.cpu.tiers if not t.usable and t.reason), "")
-    return Choice(name="tier", value=host.cpu.tier, evidence="flags, XGETBV and a child process that ran the instructions",
-                  reason="highest tier that CPU, operating system and a live proof confirm" + (f" ({blocked})" if blocked else ""))
+    return Choice(name="tier", value=host.cpu.tier,
+                  reason="highest that CPU, operating system and a live proof confirm" + (f" ({blocked})" * bool(blocked)),
+                  evidence="flags, XGETBV and a child process that ran the instructions")
 
 
-def _threads(topology: TopologyFacts, settings: Settings) -> _Threads:
-    if settings.cpu.cpus:
-        usable = tuple(c for c in settings.cpu.cpus if c in topology.allowed) or topology.allowed
-        count = settings.cpu.threads or len(usable)
-        return _Threads(count=count, cpus=usable, reason="CPUs set by the operator", evidence="settings cpu.cpus")
-    cores = topology.cores
-    kinds = {core.kind for core in cores}
-    notes: list[str] = []
-    if "performance" in kinds and "efficiency" in kinds:
-        cores = tuple(core for core in cores if core.kind == "performance")
-        notes.append("efficiency cores left out: the slowest thread sets the pace of every layer")
-    nodes = sorted({core.node for core in cores if core.node is not None})
-    if len(nodes) > 1:
-        best = max(nodes, key=lambda node: (sum(core.node == node for core in cores), -node))
-        cores = tuple(core for core in cores if core.node == best)
-        notes.append(f"NUMA node {best} only: remote memory is slower than fewer threads")
-    chosen = tuple(sorted(cpu for core in cores for cpu in core.cpus))
-    cpus = chosen if notes and chosen else None
-    count = len(cores) or len(topology.allowed) or 1
-    reason = "one thread per physical core" + (", SMT siblings left idle" if topology.smt and len(cores) < len(chosen) else "")
-    evidence = "sysfs topology"
-    if topology.quota is not None and int(topology.quota.cpus) < count:
-        count = max(1, int(topology.quota.cpus))
-        reason, evidence = f"the CPU quota allows {topology.quota.cpus:g} CPUs", topology.quota.source
-    if settings.cpu.threads:
-        count, reason, evidence = settings.cpu.threads, "set by the operator", "settings cpu.threads"
-    return _Threads(count=count, cpus=cpus, reason="; ".join([reason, *notes]), evidence=evidence)
+def _running_choice(running: int, threads: int, settings: Settings) -> Choice:
+    if settings.max_running:
+        return Choice(name="max running requests", value=running, reason="set by the operator", evidence="settings")
+    return Choice(name="max running requests", value=running, evidence=f"{threads} threads",
+                  reason="one read of the weights serves all of them; more would each be too slow on these threads")
 
 
 def _kernel_choices(tier: str, model: ModelFacts) -> Iterator[Choice]:
     many = "bf16" if tier in ("avx512_bf16", "amx") else "fp32"
-    yield Choice(name="kernel, one row", value="aten", reason="torch's int4 kernel; the only int4 kernel this worker has",
-                 evidence="worker contract")
+    yield Choice(name="kernel, one row", value="aten", evidence="worker contract",
+                 reason="torch's int4 kernel; the only int4 kernel this worker has")
     yield Choice(name="kernel, many rows", value=f"dequantize to {many} and library GEMM",
                  reason="more than one row in torch's int4 kernel is unsafe before attention (SIGILL on AMX hosts)"
                  + ("" if many == "bf16" else "; bf16 GEMM is several times slower than fp32 on this tier"),
                  evidence="no canary has passed for this host")
-    yield Choice(name="dequant_threshold", value=SAFE_DEQUANT_THRESHOLD, reason="only one-row steps take the int4 kernel, the head included",
-                 evidence="safety rule")
+    yield Choice(name="dequant_threshold", value=SAFE_DEQUANT_THRESHOLD, evidence="safety rule",
+                 reason="only one-row steps take the int4 kernel, the head included")
+    yield Choice(name="table bits", value=4 if model.quantize_embedding else 16, evidence="checkpoint",
+                 reason="embedding table and head in 4 bits" if model.quantize_embedding else
+                 "embedding table and head kept in bf16, logits in fp32")
     yield Choice(name="group size", value=model.group_size, evidence="checkpoint",
                  reason=f"{model.bits_per_weight:.2f} bits per weight" +
                  (f"; {len(model.group_size_overrides)} layers differ" if model.group_size_overrides else "") +
@@ -258,10 +230,10 @@ def _compile(host: HostFacts, settings: Settings) -> tuple[bool, str, str]:
     if settings.compile is False:
         return False, "switched off by the operator", "settings compile"
     if host.software.compiler is None:
-        return False, "torch.compile needs g++ at run time and none was found; layers run one by one, decode is slower", "PATH"
+        return False, "torch.compile needs g++ and none was found; layers run one by one, decode is slower", "PATH"
     if host.software.python_headers is None:
-        return False, "torch.compile needs Python.h and none was found; layers run one by one, decode is slower", "include path"
-    return True, "fused element-wise work between the matrix products; the cache makes later starts quick", host.software.compiler
+        return False, "torch.compile needs Python.h and none was found; decode is slower", "include path"
+    return True, "fuses the work between matrix products; cached for later starts", host.software.compiler
 
 
 def _ceiling(host: HostFacts, settings: Settings) -> tuple[int | None, str]:
@@ -296,15 +268,15 @@ def _shapes(model: ModelFacts, settings: Settings, running: int, can_compile: bo
             for context in contexts:
                 # Key/value space for several full contexts only while the context is not already being cut.
                 for sequences in (4, 2, 1) if context == wanted else (1,):
-                    yield Shape(context=context, kv_tokens=context * min(sequences, running), batch_tokens=max(batch, running),
-                                running=running, compile=compiled)
+                    yield Shape(context=context, kv_tokens=context * min(sequences, running),
+                                batch_tokens=max(batch, running), running=running, compile=compiled)
 
 
 def _fit(model: ModelFacts, settings: Settings, running: int, can_compile: bool, usable: int | None,
          gemm_bytes: int) -> tuple[Shape, tuple[MemoryItem, ...]] | Refusal:
     if usable is None:
-        return Refusal(exit_code=76, what="the memory ceiling is unknown", why="neither /proc/meminfo nor a cgroup limit can be read",
-                       do="set memory.ceiling in the settings")
+        return Refusal(exit_code=76, what="the memory ceiling is unknown", do="set memory.ceiling in the settings",
+                       why="neither /proc/meminfo nor a cgroup limit can be read")
     smallest: tuple[int, Shape] | None = None
     for shape in _shapes(model, settings, running, can_compile):
         lines = budget.items(model, shape, block=BLOCK, gemm_bytes=gemm_bytes)
@@ -327,7 +299,8 @@ def _fit(model: ModelFacts, settings: Settings, running: int, can_compile: bool,
 def _shape_choices(model: ModelFacts, settings: Settings, shape: Shape, ceiling: int | None, ceiling_source: str,
                    compile_reason: str, compile_evidence: str) -> Iterator[Choice]:
     full = min(settings.context or model.max_context, model.max_context)
-    yield Choice(name="memory ceiling", value=ceiling, reason="the lowest limit on the way to the root", evidence=ceiling_source)
+    yield Choice(name="memory ceiling", value=ceiling, evidence=ceiling_source,
+                 reason="the lowest limit on the way to the root")
     if shape.context < full:
         reason = f"cut from {full} tokens to fit under the ceiling"
     elif settings.context and settings.context > model.max_context:
@@ -335,12 +308,13 @@ def _shape_choices(model: ModelFacts, settings: Settings, shape: Shape, ceiling:
     else:
         reason = "set by the operator" if settings.context else "the model's maximum"
     yield Choice(name="context", value=shape.context, reason=reason, evidence="memory arithmetic")
+    fits = shape.kv_tokens / shape.context
     yield Choice(name="key/value cache", value=budget.kv_bytes(model, shape.kv_tokens, BLOCK), evidence="memory arithmetic",
-                 reason=f"{shape.kv_tokens} tokens at {budget.kv_bytes_per_token(model)} bytes: room for "
-                        f"{shape.kv_tokens / shape.context:g} full contexts")
-    yield Choice(name="batch tokens", value=shape.batch_tokens, reason="prompt chunk of one step: bounds the step time and the warm-up",
-                 evidence="memory arithmetic")
-    yield Choice(name="block size", value=BLOCK, reason="short prompts can share a cached prefix", evidence="vLLM shares whole blocks only")
+                 reason=f"{shape.kv_tokens} tokens at {budget.kv_bytes_per_token(model)} bytes: room for {fits:g} full contexts")
+    yield Choice(name="batch tokens", value=shape.batch_tokens, evidence="memory arithmetic",
+                 reason="prompt chunk of one step: bounds the step time and the warm-up")
+    yield Choice(name="block size", value=BLOCK, evidence="vLLM shares whole blocks only",
+                 reason="short prompts can share a cached prefix")
     yield Choice(name="compile", value=shape.compile, reason=compile_reason, evidence=compile_evidence)
 
 

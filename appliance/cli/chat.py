@@ -6,7 +6,7 @@ import http.client
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import click
 
@@ -51,7 +51,7 @@ def chat(app: Application, prompt: str | None, system: str | None, temperature: 
             messages.append({"role": "assistant", "content": _ask(endpoint, messages, options)})
 
 
-def _ask(endpoint: Endpoint, messages: list[dict[str, str]], options: dict[str, object]) -> str:
+def _ask(endpoint: Endpoint, messages: list[dict[str, str]], options: Mapping[str, object]) -> str:
     """Stream one answer to standard output and return it."""
     body = json.dumps({"model": "default", "messages": messages, "stream": True, **options})
     parts: list[str] = []

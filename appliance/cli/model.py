@@ -30,12 +30,13 @@ def model() -> None:
 @click.option("--name", help="Name in the store (default: made from SOURCE).")
 @click.option("--group-size", type=click.Choice(["32", "64", "128", "256"]),
               help="Weights per scale (default: by the model's size).")
-@click.option("--table-bits", type=click.Choice(["4", "16"]), default="4", show_default=True,
-              help="Bits of the embedding table and head.")
+@click.option("--table-bits", type=click.Choice(["4", "16"]),
+              help="Bits of the embedding table and head (default: by the model's size).")
 @click.option("--ignore", multiple=True, metavar="MODULE", help="Keep this layer in bf16; may be repeated.")
 @_application
 def add(
-    app: Application, source: str, name: str | None, group_size: str | None, table_bits: str, ignore: tuple[str, ...]
+    app: Application, source: str, name: str | None, group_size: str | None, table_bits: str | None,
+    ignore: tuple[str, ...],
 ) -> None:
     """Quantize SOURCE to 4 bits and store it.
 
@@ -44,7 +45,7 @@ def add(
     from appliance.cli.progress import Progress
 
     group = int(group_size) if group_size else None
-    recipe = library.Recipe(group_size=group, table_bits=int(table_bits), ignore=ignore)
+    recipe = library.Recipe(group_size=group, table_bits=int(table_bits) if table_bits else None, ignore=ignore)
     store = Store(app.directories.store)
     with Progress() as progress:
         added = library.add_model(

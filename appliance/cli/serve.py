@@ -55,6 +55,7 @@ def obtain(app: Application, python: str, say: Callable[[str], None]) -> str:
     say(f"model {name}: not in the store yet, quantizing it to 4 bits")
     with Progress() as on_event:
         added = add_model(name, name=name, recipe=Recipe(), store=store, directories=app.directories,
-                          worker_python=lambda: python, on_event=on_event, env=app.env, now=time.time())
+                          worker_python=lambda: python, on_event=on_event, env=app.env, now=time.time(),
+                          worker_env=app.settings.worker.env)
     say(f"model {name}: {'cache used' if added.cached else 'quantized'} in {added.seconds:.0f} s ({added.digest[:12]})")
     return name

@@ -48,7 +48,8 @@ def open_gguf(source: Source) -> NormalForm:
     name = str(fields.get("general.architecture"))
     arch = ARCHITECTURES.get(name)
     if arch is None:
-        raise _refuse(source, f"architecture {name!r} is not supported (supported: {', '.join(ARCHITECTURES)})", SAME_MODEL)
+        known = ", ".join(ARCHITECTURES)
+        raise _refuse(source, f"architecture {name!r} is not supported (supported: {known})", SAME_MODEL)
     if int(fields.get(f"{name}.expert_count") or 0) > 0:
         raise _refuse(source, "mixture-of-experts GGUF files are not supported", SAME_MODEL)
     config = _config(source, name, arch, fields, stored)
@@ -116,17 +117,22 @@ def _config(source: Source, name: str, arch: Architecture, fields: Mapping[str, 
     table = stored.get("token_embd.weight")
     if table is None:
         raise _refuse(source, "it has no tensor token_embd.weight", "download the file again")
-    hidden, heads = int(number("embedding_length")), int(number("attention.head_count"))
+    def optional(key: str, default: int) -> int:
+        return int(number(key)) if fields.get(f"{name}.{key}") is not None else default
+
+    hidden, heads, layers = (int(number(k)) for k in ("embedding_length", "attention.head_count", "block_count"))
+    if heads < 1 or not 1 <= layers <= len(stored):
+        raise _refuse(source, f"its metadata says {heads} heads and {layers} layers", "download the file again")
     config: dict[str, Any] = {
         "architectures": [arch.hf_class],
         "model_type": arch.model_type,
         "vocab_size": table.shape[0],
         "hidden_size": hidden,
         "intermediate_size": int(number("feed_forward_length")),
-        "num_hidden_layers": int(number("block_count")),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": int(fields.get(f"{name}.attention.head_count_kv") or heads),
-        "head_dim": int(fields.get(f"{name}.attention.key_length") or hidden // heads),
+        "num_key_value_heads": optional("attention.head_count_kv", heads),
+        "head_dim": optional("attention.key_length", hidden // heads),
         "hidden_act": "silu",
         "max_position_embeddings": int(number("context_length")),
         "rms_norm_eps": _decimal(number("attention.layer_norm_rms_epsilon")),
@@ -224,17 +230,17 @@ def _modules(arch: Architecture, config: Mapping[str, Any]) -> dict[str, bool]:
     return wanted
 
 
-def _gguf_name(name: str) -> Callable[[str], str | None]:
+def _gguf_name(name: str, layers: int) -> Callable[[str], str | None]:
     import gguf
 
     arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
-    table = gguf.get_tensor_name_map(arch, 1024)
+    table = gguf.get_tensor_name_map(arch, layers)
     return lambda hf: table.get_name(hf, try_suffixes=(".weight", ".bias"))
 
 
 def _rename(source: Source, name: str, arch: Architecture, config: Mapping[str, Any],
             stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    gguf_name = _gguf_name(name)
+    gguf_name = _gguf_name(name, int(config["num_hidden_layers"]))
     rest = dict(stored)
     rest.pop("rope_freqs.weight", None)
     tensors: dict[str, StoredTensor] = {}
@@ -245,11 +251,14 @@ def _rename(source: Source, name: str, arch: Architecture, config: Mapping[str, 
                 raise _refuse(source, f"tensor {gguf_name(hf)} is missing", "download the file again")
             continue
         heads = None
-        if arch.rotary and ".q_proj." in hf:
+        if ".q_proj." in hf:
             heads = int(config["num_attention_heads"])
-        elif arch.rotary and ".k_proj." in hf:
+        elif ".k_proj." in hf:
             heads = int(config["num_key_value_heads"])
-        tensors[hf] = dataclasses.replace(tensor, name=hf, rotary_heads=heads)
+        if heads is not None and tensor.shape[0] != heads * int(config["head_dim"]):
+            why = f"tensor {tensor.name} has {tensor.shape[0]} rows, not {heads} heads of {config['head_dim']}"
+            raise _refuse(source, why, "download the file again")
+        tensors[hf] = dataclasses.replace(tensor, name=hf, rotary_heads=heads if arch.rotary else None)
     if rest:
         why = f"{len(rest)} tensors do not belong to a {name} model, the first is {min(rest)}"
         raise _refuse(source, why, SAME_MODEL)

@@ -1,9 +1,10 @@
 """The tokenizer of a GGUF file as tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
-transformers rebuilds the tokenizer; this module sets what it leaves open: how text is cut before merging for the
-families whose rule it does not know, the begin token, and plain class names that every reader has.
-Rules: a cutting rule (`tokenizer.ggml.pre`) that nobody here knows is refused, because a wrong one gives slightly
-wrong tokens without an error; the result must have as many tokens as the table has rows, or fewer.
+Byte-level vocabularies (`gpt2`) are put together here from the tokens and merges of the file; SentencePiece ones
+(`llama`) are rebuilt by transformers. Runs in the worker's environment.
+Rules: token ids are the file's, no token is added; a cutting rule (`tokenizer.ggml.pre`) that is not known here is
+refused, because a wrong one gives slightly wrong tokens and no error; control tokens are special, user-defined ones
+are matched whole.
 """
 
 from __future__ import annotations
@@ -15,65 +16,111 @@ from typing import Any
 
 from appliance.errors import ModelError
 
+# How text is cut before merging (source: llama.cpp's llm_tokenizer_bpe; the models' own tokenizer.json agree).
 DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
-"""Families that cut every digit apart and then follow GPT-2 (source: llama.cpp's llm_tokenizer_bpe)."""
-PLAIN_GPT2 = ("gpt-2", "gpt2", "phi-2", "jina-es", "jina-de", "mpt", "olmo", "default")
-"""Families that use GPT-2's rule, which is what transformers builds when the file names none."""
+PLAIN_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo")
+LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral")
+QWEN2 = ("qwen2", "deepseek-r1-qwen")
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = dict.fromkeys(LLAMA3, _WORDS + r"\p{N}{1,3}" + _REST) | dict.fromkeys(QWEN2, _WORDS + r"\p{N}" + _REST)
+CONTROL, USER_DEFINED = 3, 4
+SAFETENSORS = "use the safetensors folder of the same model"
 
 
 def write_tokenizer(path: Path, fields: Mapping[str, Any], table_rows: int, out: Path) -> bool:
     """Write the tokenizer files of the GGUF at `path` into `out`; returns whether there is a chat template.
 
-    `fields`: the file's metadata. Raises ModelError when the tokenizer is of a kind that cannot be rebuilt exactly.
+    `fields`: the file's metadata. Raises ModelError when the tokenizer cannot be rebuilt exactly.
     """
-    tokenizer = _build(path, fields)
-    if len(tokenizer) > table_rows:
-        raise ModelError(f"{path} is inconsistent", do="use the safetensors folder of the same model",
-                         why=f"its tokenizer has {len(tokenizer)} tokens, its table {table_rows} rows")
-    tokenizer.save_pretrained(out)
-    _plain_config(out / "tokenizer_config.json", fields)
-    return bool(fields.get("tokenizer.chat_template"))
-
-
-def _build(path: Path, fields: Mapping[str, Any]) -> Any:
-    import transformers
-    from tokenizers import pre_tokenizers
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-
-    model, pre = str(fields.get("tokenizer.ggml.model")), str(fields.get("tokenizer.ggml.pre") or "default")
-    if model not in ("gpt2", "llama"):
+    model = fields.get("tokenizer.ggml.model")
+    if model == "gpt2":
+        tokenizer = _byte_level(path, fields)
+    elif model == "llama":
+        tokenizer = _sentencepiece(path)
+    else:
         raise _unknown(path, f"tokenizer model {model!r}")
-    if model == "gpt2" and pre not in (*GGUF_PRE_TOKENIZER_SPLITS, *DIGITS_APART, *PLAIN_GPT2):
-        raise _unknown(path, f"pre-tokenizer {pre!r}")
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    except Exception as error:  # the library raises whatever it meets; one line for all of it
-        raise ModelError(f"the tokenizer of {path} cannot be rebuilt", do="use the safetensors folder of the same model",
-                         why=f"{type(error).__name__}: {str(error)[:120]}") from error
-    if model == "gpt2" and pre in DIGITS_APART:
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ])
-    # llama.cpp's defaults where the file says nothing: SentencePiece models begin with bos, byte-level ones do not,
-    # but for Llama 3.
-    begins = fields.get("tokenizer.ggml.add_bos_token", model == "llama" or pre in ("llama-bpe", "llama3", "llama-v3"))
-    tokenizer.add_bos_token = bool(begins) and fields.get("tokenizer.ggml.bos_token_id") is not None
-    return tokenizer
+    count = tokenizer.get_vocab_size(with_added_tokens=True)
+    if count > table_rows:
+        raise ModelError(f"{path} is inconsistent", do=SAFETENSORS,
+                         why=f"its tokenizer has {count} tokens, its table {table_rows} rows")
+    config = _config(fields)
+    if config["add_bos_token"]:
+        _begin_with(tokenizer, config["bos_token"])
+    tokenizer.save(str(out / "tokenizer.json"))
+    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    template = fields.get("tokenizer.chat_template")
+    if template:
+        (out / "chat_template.jinja").write_text(str(template), "utf-8")
+    return bool(template)
 
 
 def _unknown(path: Path, what: str) -> ModelError:
-    return ModelError(f"the tokenizer of {path} cannot be rebuilt", why=f"{what} is not known here",
-                      do="use the safetensors folder of the same model")
+    return ModelError(f"the tokenizer of {path} cannot be rebuilt", why=f"{what} is not known here", do=SAFETENSORS)
 
 
-def _plain_config(file: Path, fields: Mapping[str, Any]) -> None:
-    """Leave only what every reader of tokenizer_config.json understands."""
-    config = json.loads(file.read_text("utf-8"))
-    for local in ("backend", "is_local", "local_files_only", "gguf_file"):
-        config.pop(local, None)
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+def _byte_level(path: Path, fields: Mapping[str, Any]) -> Any:
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    pre = fields.get("tokenizer.ggml.pre")
+    if pre not in (*SPLITS, *DIGITS_APART, *PLAIN_GPT2):
+        raise _unknown(path, f"pre-tokenizer {pre!r}")
+    tokens = fields.get("tokenizer.ggml.tokens") or []
+    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges") or []]
+    try:
+        # Llama 3 takes a word that is in the vocabulary whole, whatever the merges say.
+        bpe = models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges, ignore_merges=pre in LLAMA3)
+    except Exception as error:  # the library raises plain Exception for a merge outside the vocabulary
+        raise ModelError(f"the tokenizer of {path} is damaged", why=str(error)[:120], do=SAFETENSORS) from None
+    tokenizer = Tokenizer(bpe)
+    if pre in QWEN2:
+        tokenizer.normalizer = normalizers.NFC()
+    cut: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in SPLITS)]
+    if pre in DIGITS_APART:
+        cut.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    elif pre in SPLITS:
+        cut.insert(0, pre_tokenizers.Split(Regex(SPLITS[pre]), behavior="isolated"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cut)
+    tokenizer.decoder = decoders.ByteLevel()
+    types = fields.get("tokenizer.ggml.token_type") or []
+    for token, kind in zip(tokens, types, strict=False):
+        if kind == CONTROL:
+            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+        elif kind == USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)])
+    return tokenizer
+
+
+def _sentencepiece(path: Path) -> Any:
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    except Exception as error:  # the library raises whatever it meets; one line for all of it
+        raise ModelError(f"the tokenizer of {path} cannot be rebuilt", do=SAFETENSORS,
+                         why=f"{type(error).__name__}: {str(error)[:120]}") from error
+    return tokenizer.backend_tokenizer
+
+
+def _config(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """tokenizer_config.json in the words that every reader understands."""
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    tokens = fields.get("tokenizer.ggml.tokens") or []
+    for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
+        number = fields.get(f"tokenizer.ggml.{key}_token_id")
+        if number is not None and 0 <= int(number) < len(tokens):
+            config[name] = tokens[int(number)]
+    # llama.cpp's defaults where the file says nothing.
+    default = fields.get("tokenizer.ggml.model") == "llama" or fields.get("tokenizer.ggml.pre") in LLAMA3
+    config["add_bos_token"] = bool(fields.get("tokenizer.ggml.add_bos_token", default)) and "bos_token" in config
     context = fields.get(f"{fields.get('general.architecture')}.context_length")
     if context:
         config["model_max_length"] = int(context)
-    file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    return config
+
+
+def _begin_with(tokenizer: Any, token: str) -> None:
+    from tokenizers import processors
+
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[token, "$A"], pair=[token, "$A", token, "$B"], special_tokens=[(token, tokenizer.token_to_id(token))])

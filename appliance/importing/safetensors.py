@@ -65,7 +65,8 @@ def read_header(path: Path) -> dict[str, Entry]:
         start = file.read(8)
         if start[:4] == b"GGUF":
             raise _broken(path, "it is a GGUF file with the wrong name", do="rename it to .gguf and give its path")
-        if start[:2] == b"PK" or start[:1] == b"\x80":
+        # The first byte is the low byte of a length and may be anything: a JSON header begins with a brace.
+        if (start[:4] == b"PK\x03\x04" or start[:1] == b"\x80") and file.read(1) != b"{":
             raise _broken(path, "it is a pickled PyTorch file with the wrong name", do="convert it to safetensors")
         length = int.from_bytes(start, "little")
         if len(start) < 8:
@@ -74,6 +75,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             raise _broken(path, f"it claims a header of {length} bytes; at most {MAX_HEADER_BYTES} are allowed")
         if length > size - 8:
             raise _broken(path, f"it is cut short inside its header ({size} bytes, the header alone has {length})")
+        file.seek(8)
         text = file.read(length)
     try:
         header = json.loads(text)

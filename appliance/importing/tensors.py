@@ -82,10 +82,12 @@ def raw_rows(tensor: StoredTensor, start: int, stop: int) -> torch.Tensor:
     import torch
 
     if tensor.rotary_heads is not None:
-        whole = _read(tensor, 0, tensor.rows)
-        heads = tensor.rotary_heads
-        pairs = whole.view(heads, tensor.rows // heads // 2, 2, tensor.row_bytes)
-        return pairs.transpose(1, 2).reshape(tensor.rows, tensor.row_bytes)[start:stop]
+        # Rows move within their head only: whole heads are read, put in order, and cut.
+        size = tensor.rows // tensor.rotary_heads
+        first, last = start // size, -(-stop // size)
+        pairs = _read(tensor, first * size, last * size).view(last - first, size // 2, 2, tensor.row_bytes)
+        ordered = pairs.transpose(1, 2).reshape(-1, tensor.row_bytes)
+        return ordered[start - first * size : stop - first * size]
     if stop <= start:
         return torch.empty((0, tensor.row_bytes), dtype=torch.uint8)
     return _read(tensor, start, stop)

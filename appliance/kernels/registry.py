@@ -4,8 +4,8 @@ A kernel says why it cannot take a layer on this host, packs the checkpoint's te
 first in the order of `kernels()` that does not refuse is chosen; every refusal keeps its reason. `portable` refuses
 nothing.
 
-Rules: `why_not` looks at shapes and host facts only and never runs the kernel; `prepare` owns the packed tensors alone
-and holds no second copy unless asked to; a kernel has no state but its host's facts.
+Rules: `why_not` looks at shapes, host facts and the packed layout and never multiplies; `prepare` gives the packed
+tensors alone, with no second copy unless asked; a kernel has no state but its host's facts.
 """
 
 from __future__ import annotations

@@ -25,6 +25,8 @@ def main() -> int:
     # Libraries print to stdout as they like: keep the real one for events and give them stderr.
     events = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
+    # Before torch is loaded: threads that spin while waiting cost a multiple of the work when others use the cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     parser = argparse.ArgumentParser(prog="python -m appliance.quantize")
     parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path)

@@ -108,8 +108,6 @@ def _equal(a: StoredTensor, b: StoredTensor) -> bool:
 
 
 def _spans(t: StoredTensor) -> list[tuple[int, int]]:
-    if t.rotary_heads is not None:
-        return [(0, t.rows)]  # its rows are out of order in the file and are read at once
     rows = max(1, BLOCK_ELEMENTS // max(t.columns, 1))
     return [(start, min(start + rows, t.rows)) for start in range(0, t.rows, rows)]
 

@@ -27,15 +27,16 @@ def minmax(weights: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tenso
 
     n, k = weights.shape
     groups = weights.reshape(n, k // group, group)
-    low, high = groups.amin(dim=-1), groups.amax(dim=-1)
-    step = high / 15 - low / 15  # not (high - low) / 15: the difference of two huge values overflows
+    # In float64: the difference of two huge values, and eight times it, overflow float32.
+    low, high = groups.amin(dim=-1).double(), groups.amax(dim=-1).double()
+    step = (high - low) / 15
     zero = (low + 8 * step).to(torch.bfloat16)
-    offset = zero.float()
+    offset = zero.double()
     # A spread that drowns in the rounding of the offset (0.37, 0.37, ...): cover it from the rounded offset instead.
     covering = torch.maximum((offset - low) / 8, (high - offset) / 7)
     drowned = (offset - (low + 8 * step)).abs() > step / 2
     scale = torch.where(drowned, covering, step).clamp(min=SMALLEST_STEP).to(torch.bfloat16)
-    codes = ((groups - offset.unsqueeze(-1)) / scale.float().unsqueeze(-1)).round_().add_(8).clamp_(0, 15)
+    codes = ((groups - zero.float().unsqueeze(-1)) / scale.float().unsqueeze(-1)).round_().add_(8).clamp_(0, 15)
     _stay_finite(codes, scale, zero)
     return codes.to(torch.uint8).view(n, k), scale, zero
 

@@ -15,28 +15,21 @@ from typing import Any
 
 from appliance.errors import ModelError, UsageError
 from appliance.importing.tensors import LATTICE, LATTICE_GROUP, StoredTensor
-from appliance.quantize.format import Int4Config, choose_group, group_refusal
+from appliance.quantize.format import FUSED, HEADS, TABLES, Int4Config, choose_group, group_refusal
 
 SMALL_MODEL_PARAMETERS = 1_000_000_000
-"""Below this the group size is 32: 64 costs a small model a third of its perplexity (docs/fidelity.md)."""
-FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
-"""Modules that vLLM computes as one, and the parts that a checkpoint stores."""
-TABLES = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings")
-HEADS = ("lm_head", "output_layer")
+"""Below this the group size is 32 and the table stays bf16: a small model has little to spare (docs/fidelity.md)."""
 TRANSPOSED = ("gpt2",)
 """Model types whose linears are stored [K, N] (Conv1D); groups would run along the wrong axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What the operator asked for. `group_size` None = by model; `table_bits`: 4, or 16 to keep table and head."""
+    """What the operator asked for; None = by the model. `table_bits`: 4, or 16 to keep table and head in bf16."""
 
     grid: str = "minmax"
     group_size: int | None = None
-    table_bits: int = 4
+    table_bits: int | None = None
     ignore: tuple[str, ...] = ()
 
 
@@ -79,13 +72,14 @@ def parse_recipe(raw: Mapping[str, Any]) -> Recipe:
         why = f"grid {raw['grid']!r} is not `minmax`"
     elif group != "auto" and group_refusal(group):
         why = group_refusal(group)
-    elif raw.get("table_bits", 4) not in (4, 16):
-        why = f"table_bits {raw['table_bits']!r} is not 4 or 16"
+    elif raw.get("table_bits", "auto") not in ("auto", 4, 16):
+        why = f"table_bits {raw['table_bits']!r} is not auto, 4 or 16"
     elif not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
         why = "ignore is not a list of module names"
     if why:
         raise UsageError("the recipe cannot be used", why=why)
-    return Recipe(group_size=None if group == "auto" else group, table_bits=raw.get("table_bits", 4),
+    bits = raw.get("table_bits", "auto")
+    return Recipe(group_size=None if group == "auto" else group, table_bits=None if bits == "auto" else bits,
                   ignore=tuple(ignore))
 
 
@@ -94,10 +88,15 @@ def plan_layers(tensors: Iterable[StoredTensor], recipe: Recipe, config: Mapping
     tensors = list(tensors)
     parameters = sum(t.parameters for t in tensors)
     lattice = any(t.kind in LATTICE for t in tensors)
-    small = parameters < SMALL_MODEL_PARAMETERS or lattice
-    preferred = recipe.group_size or (32 if small else 64)
+    small = parameters < SMALL_MODEL_PARAMETERS
+    preferred = recipe.group_size or (32 if small or lattice else 64)
+    kept_tables = None
+    if recipe.table_bits == 16:
+        kept_tables = "the recipe keeps the table"
+    elif recipe.table_bits is None and small and not all(t.kind in LATTICE for t in tensors if is_table(t.name)):
+        kept_tables = "4 bits in the table cost a model of this size too much (docs/fidelity.md)"
     transposed = str(config.get("model_type")) in TRANSPOSED
-    choices = {t.name: _choose(t, preferred, recipe, transposed) for t in tensors}
+    choices = {t.name: _choose(t, preferred, recipe, transposed, kept_tables) for t in tensors}
     _join_fused(choices)
     _join_tables(choices)
     quantized = [c for c in choices.values() if c.group is not None]
@@ -126,11 +125,13 @@ def is_head(name: str) -> bool:
     return len(parts) >= 2 and parts[-1] == "weight" and parts[-2] in HEADS
 
 
-def _choose(t: StoredTensor, preferred: int, recipe: Recipe, transposed: bool) -> Choice:
+def _choose(
+    t: StoredTensor, preferred: int, recipe: Recipe, transposed: bool, kept_tables: str | None
+) -> Choice:
     def kept(reason: str) -> Choice:
         return Choice(tensor=t, group=None, reason=reason, reported=len(t.shape) >= 2)
 
-    reason = _not_linear(t, recipe)
+    reason = kept_tables if is_table(t.name) and t.is_float else _not_linear(t, recipe)
     if reason:
         return kept(reason)
     if transposed and not is_table(t.name):
@@ -145,8 +146,6 @@ def _choose(t: StoredTensor, preferred: int, recipe: Recipe, transposed: bool) -
 def _not_linear(t: StoredTensor, recipe: Recipe) -> str | None:
     if len(t.shape) == 1 or not t.is_float:
         return "not a matrix"
-    if is_table(t.name):
-        return "the recipe keeps the table" if recipe.table_bits == 16 else None
     if re.search(r"\.experts?\.|experts$|\.experts\.", t.name) or len(t.shape) > 2:
         return "expert weights are not quantized" if "expert" in t.name else "not a matrix"
     if not t.name.endswith(".weight") or not re.search(r"(^|\.)(layers|h|blocks|block)\.\d+\.", t.name):

@@ -22,7 +22,7 @@ from appliance import __version__, status
 from appliance.budget import show
 from appliance.directories import Directories, ensure
 from appliance.errors import ApplianceError, ConfigError, TransientError
-from appliance.node import Node, files_refusal, read_node, software_refusal
+from appliance.node import Node, read_node, software_refusal
 from appliance.plan import Rung
 from appliance.probe.cgroup import read_oom_kills
 from appliance.probe.tree import Tree
@@ -85,7 +85,7 @@ class Service:
         node = read_node(self.parsed, self.directories, self.worker_python, env=self.env, model_name=name)
         if refusal := node.plan.refused:
             raise refusal.error()
-        if missing := software_refusal(node.host) or files_refusal(Path(node.places.model)):
+        if missing := software_refusal(node.host):
             raise missing
         self._supervise(node, node.plan.full)
 

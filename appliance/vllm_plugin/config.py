@@ -91,7 +91,7 @@ class CpuInt4Config(QuantizationConfig):  # type: ignore[misc]  # vLLM is not ty
             head = isinstance(layer, ParallelLMHead)
             if not self.quantizes_table(prefix, head=head):
                 return None
-            return Int4TableMethod(self.fields, self.table_group(prefix, head=head))
+            return Int4TableMethod(self.fields, self.table_group(prefix, head=head), prefix)
         if isinstance(layer, LinearBase):
             if self.ignores(prefix):
                 return UnquantizedLinearMethod()

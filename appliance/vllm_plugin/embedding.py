@@ -26,9 +26,10 @@ TIED = "int4_tied_to"
 class Int4TableMethod(QuantizeMethodBase):  # type: ignore[misc]  # vLLM is not typed here
     """vLLM's quantize method of an int4 embedding table or head."""
 
-    def __init__(self, fields: Int4Config, group: int) -> None:
+    def __init__(self, fields: Int4Config, group: int, prefix: str) -> None:
         self.fields = fields
         self.group = group
+        self.prefix = prefix or "embed_tokens"  # several models give their table no name
         ops.register_ops()
 
     def create_weights(
@@ -42,7 +43,7 @@ class Int4TableMethod(QuantizeMethodBase):  # type: ignore[misc]  # vLLM is not 
         **extra_weight_attrs: Any,
     ) -> None:
         create_parameters(layer, sum(output_partition_sizes), input_size_per_partition, input_size, self.group,
-                          "the vocabulary table", extra_weight_attrs)
+                          self.prefix, extra_weight_attrs)
 
     def tie_weights(self, layer: Module, embed_tokens: Module) -> Module:
         """Make the head use the table's parameters, before loading. Returns the head."""

@@ -6,10 +6,18 @@ Inside an operator everything is eager ATen. Operators take plain values: the ke
 This module has no `from __future__ import annotations`: torch reads the operators' schemas from real annotations.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
 from appliance.kernels.registry import LayerShape, kernel_named
+
+
+@functools.cache
+def _shape(n: int, k: int, group: int) -> LayerShape:
+    """Cached: this runs for every layer of every token."""
+    return LayerShape(n=n, k=k, group=group)
 
 
 def int4_linear(
@@ -18,8 +26,7 @@ def int4_linear(
     """x bf16 [M, K], any strides, times an int4 weight: bf16 [M, N]. From `threshold` rows on by dequantizing."""
     out = torch.empty((x.shape[0], n), dtype=x.dtype)
     if x.shape[0]:
-        shape = LayerShape(n=n, k=k, group=group)
-        kernel_named(kernel).linear(x.contiguous(), tensors, shape, threshold, out)
+        kernel_named(kernel).linear(x.contiguous(), tensors, _shape(n, k, group), threshold, out)
     return out
 
 
@@ -31,7 +38,7 @@ def _linear_meta(
 
 def int4_rows(ids: Tensor, tensors: list[Tensor], kernel: str, n: int, k: int, group: int) -> Tensor:
     """Rows `ids` (int64 [T]) of an int4 table: bf16 [T, K]."""
-    return kernel_named(kernel).rows(ids, tensors, LayerShape(n=n, k=k, group=group)).to(torch.bfloat16)
+    return kernel_named(kernel).rows(ids, tensors, _shape(n, k, group)).to(torch.bfloat16)
 
 
 def _rows_meta(ids: Tensor, tensors: list[Tensor], kernel: str, n: int, k: int, group: int) -> Tensor:

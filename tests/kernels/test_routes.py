@@ -14,34 +14,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402  # after the guard for the agent's environment
-
-from appliance.kernels import dequantize, reference  # noqa: E402
+from appliance.kernels import dequantize, reference  # noqa: E402  # after the guard for the agent's environment
 from appliance.kernels.registry import Kernel, LayerShape, kernel_named, kernels, torch_host  # noqa: E402
 from appliance.kernels.selftest import signal_db  # noqa: E402
+from tests.kernels.recorder import Int4Calls, LargestTensor  # noqa: E402
 
 pytestmark = pytest.mark.worker
 
 CHANNELS = (16, 32, 48, 64, 80, 96, 128, 144, 160, 192, 960)
 COLUMNS = (64, 128, 192, 576)
 GROUPS = (32, 64, 128, 256)
-
-
-class Recorder(TorchDispatchMode):
-    """Records the rows of every call of torch's int4 matmul, and the largest tensor that any operator made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.int4_rows: list[int] = []
-        self.largest_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._weight_int4pack_mm_for_cpu.default:
-            self.int4_rows.append(args[0].shape[0])
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result._base is None:
-            self.largest_bytes = max(self.largest_bytes, result.untyped_storage().nbytes())
-        return result
 
 
 def _layer(n: int, k: int, group: int) -> tuple[reference.Portable, LayerShape]:
@@ -114,34 +96,32 @@ def test_only_one_row_reaches_the_tile_hazard() -> None:
     """The safety rule: at threshold 2, no call with more than one row reaches torch's kernel, whatever the route."""
     portable, shape = _layer(64, 128, 64)
     for _, kernel, tensors in _routes(portable, shape):
-        recorder = Recorder()
-        with recorder:
+        with Int4Calls() as calls:
             for rows in (0, 1, 2, 7, 64):
                 _multiply(kernel, _activations(rows, 128), tensors, shape)
-        assert recorder.int4_rows == ([1] if kernel.name == "aten" else [])
-    recorder = Recorder()
-    with recorder:  # and the recorder does see a call that breaks the rule
+        assert calls.rows == ([1] if kernel.name == "aten" else [])
+    with Int4Calls() as calls:  # and the recorder does see a call that breaks the rule
         _multiply(kernel_named("aten"), _activations(7, 128), next(_routes(portable, shape))[2], shape, threshold=8)
-    assert recorder.int4_rows == [7]
+    assert calls.rows == [7]
 
 
 def test_the_scratch_is_bounded_whatever_the_number_of_channels() -> None:
     portable, shape = _layer(16384, 1024, 64)
     for name, kernel, tensors in _routes(portable, shape):
-        recorder = Recorder()
+        recorder = LargestTensor()
         x = _activations(4, 1024)
         with recorder:
             _multiply(kernel, x, tensors, shape)
-        assert recorder.largest_bytes <= dequantize.SCRATCH_BYTES, name
-        assert recorder.largest_bytes * 8 < 4 * shape.n * shape.k, "the bound would be no bound"
+        assert recorder.bytes <= dequantize.SCRATCH_BYTES, name
+        assert recorder.bytes * 8 < 4 * shape.n * shape.k, "the bound would be no bound"
 
 
 def test_packing_holds_few_int32_codes() -> None:
     portable, _ = _layer(16384, 1024, 64)
-    recorder = Recorder()
+    recorder = LargestTensor()
     with recorder:
         kernel_named("aten").prepare(portable, direct=True)
-    assert recorder.largest_bytes <= 9 << 20 < 4 * 16384 * 1024
+    assert recorder.bytes <= 9 << 20 < 4 * 16384 * 1024
 
 
 @pytest.mark.parametrize("view", ["row slice", "column stride", "transposed", "empty"])

@@ -259,7 +259,7 @@ def test_case_014_the_child_gets_a_clean_environment_inside_the_draft(node: Node
     code, _, _ = node.run("add", str(source), "--name", "one", "--ignore", "o_proj")
     assert code == 0
     run = json.loads(log.read_text())
-    assert run["recipe"] == {"group_size": "auto", "table_bits": 4, "ignore": ["o_proj"]}
+    assert run["recipe"] == {"group_size": "auto", "table_bits": "auto", "ignore": ["o_proj"]}
     assert run["env"]["HF_HUB_OFFLINE"] == run["env"]["TRANSFORMERS_OFFLINE"] == "1"
     assert not {"NOTIFY_SOCKET", "APPLIANCE_HOME", "PYTHONPATH"} & run["env"].keys()
     for name in ("HOME", "TMPDIR", "HF_HOME", "XDG_CACHE_HOME"):

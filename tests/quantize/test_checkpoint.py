@@ -1,0 +1,215 @@
+"""The written checkpoint and the command that writes it, on tiny generated models."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from appliance.errors import ModelError  # noqa: E402  (after the skip)
+from appliance.quantize.checkpoint import quantize  # noqa: E402
+from appliance.quantize.format import parse_config  # noqa: E402
+from appliance.quantize.layers import Recipe  # noqa: E402
+from tests.quantize.models import LLAMA, dequantized, random_tensors, read_out, write_random  # noqa: E402
+
+pytestmark = pytest.mark.worker
+
+
+ALL_FOUR = Recipe(table_bits=4)
+"""Tiny models keep their table by default; most tests here want it in 4 bits."""
+
+
+Events = list[dict[str, Any]]
+
+
+def run(source: Path, out: Path, recipe: Recipe | None = None, **options: Any) -> tuple[dict[str, Any], Events]:
+    events: Events = []
+    return quantize(source, out, recipe or ALL_FOUR, events.append, **options), events
+
+
+def command(*args: str) -> tuple[int, Events, str]:
+    argv = [sys.executable, "-m", "appliance.quantize", *args]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_weights_are_those_of_the_source(tmp_path: Path, dtype: torch.dtype) -> None:
+    """case_005: a float16 model is declared bfloat16 in what is served."""
+    source = {name: t.to(dtype) for name, t in random_tensors().items()}
+    write_random(tmp_path / "m", tensors=source)
+    report, events = run(tmp_path / "m", tmp_path / "out")
+    config, tensors = read_out(tmp_path / "out")
+    assert config["torch_dtype"] == "bfloat16"
+    assert config["tie_word_embeddings"] is True
+    assert parse_config(config["quantization_config"]).group_size == 32
+    assert all(t.dtype in (torch.uint8, torch.bfloat16) for t in tensors.values())
+    back = dequantized(tensors)
+    assert set(back) == set(source)
+    for name, w in source.items():
+        if w.ndim == 1:
+            assert torch.equal(back[name], w.to(torch.bfloat16).float())
+        else:
+            error = (back[name] - w.float()).square().sum() / w.float().square().sum()
+            assert float(error) < 0.01, name
+    assert events[-1] == {"event": "phase", "phase": "writing", "note": ""}
+    progress = [e for e in events if e["event"] == "progress"]
+    assert progress[-1]["done_bytes"] == progress[-1]["total_bytes"] == sum(t.nbytes for t in source.values())
+    assert report["source_kind"] == "safetensors"
+    assert report["chat"] is True
+    assert report["parameters"] == sum(t.numel() for t in source.values())
+    assert report["out_bytes"] == sum(f.stat().st_size for f in (tmp_path / "out").iterdir())
+    assert len(report["layers"]) == 15
+    assert all(layer["route"] == "searched" and layer["snr_db"] > 20 for layer in report["layers"])
+
+
+def test_blocks_and_shards_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_random(tmp_path / "one")
+    write_random(tmp_path / "three", shards=3)
+    run(tmp_path / "one", tmp_path / "a")
+    monkeypatch.setattr("appliance.quantize.checkpoint.BLOCK_ELEMENTS", 640)  # 10 rows of 64, an uneven last block
+    run(tmp_path / "three", tmp_path / "b", shard_bytes=8000)
+    _, a = read_out(tmp_path / "a")
+    _, b = read_out(tmp_path / "b")
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    shards = sorted(f.name for f in (tmp_path / "b").glob("*.safetensors"))
+    assert len(shards) > 3
+    assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
+    index = json.loads((tmp_path / "b/model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(b)
+    assert set(index["weight_map"].values()) == set(shards)
+    assert (tmp_path / "a/model.safetensors").exists()
+
+
+def test_case_033_kept_layer_is_stored_exactly_and_listed(tmp_path: Path) -> None:
+    config = LLAMA | {"intermediate_size": 80}
+    source = write_random(tmp_path / "m", config, tensors=random_tensors(config))
+    report, _ = run(tmp_path / "m", tmp_path / "out")
+    written, tensors = read_out(tmp_path / "out")
+    name = "model.layers.0.mlp.down_proj"
+    assert torch.equal(tensors[f"{name}.weight"], source[f"{name}.weight"])
+    assert {"name": name, "reason": "no allowed group size divides 80 columns", "bytes": 2 * 64 * 80} in report["kept"]
+    assert name in written["quantization_config"]["ignore"]
+
+
+def test_case_038_tie_flag_and_tensors(tmp_path: Path) -> None:
+    tied = random_tensors()
+    both = tied | {"lm_head.weight": tied["model.embed_tokens.weight"].clone()}
+    write_random(tmp_path / "equal", tensors=both)
+    report, _ = run(tmp_path / "equal", tmp_path / "a")
+    assert not any("lm_head" in name for name in read_out(tmp_path / "a")[1])
+    assert report["parameters"] == sum(t.numel() for t in tied.values())
+
+    both["lm_head.weight"][3, 3] += 1
+    write_random(tmp_path / "different", tensors=both)
+    with pytest.raises(ModelError, match=r"lm_head\.weight and model\.embed_tokens\.weight differ"):
+        run(tmp_path / "different", tmp_path / "b")
+
+    untied = LLAMA | {"tie_word_embeddings": False}
+    write_random(tmp_path / "untied", untied, tensors=both)
+    run(tmp_path / "untied", tmp_path / "c")
+    config, tensors = read_out(tmp_path / "c")
+    assert "lm_head.weight_packed" in tensors
+    assert config["tie_word_embeddings"] is False
+
+    write_random(tmp_path / "headless", untied, tensors=tied)
+    with pytest.raises(ModelError, match=r"lm_head\.weight is missing"):
+        run(tmp_path / "headless", tmp_path / "d")
+
+
+def test_table_kept_at_16_bits(tmp_path: Path) -> None:
+    source = write_random(tmp_path / "m")
+    run(tmp_path / "m", tmp_path / "out", Recipe(table_bits=16))
+    config, tensors = read_out(tmp_path / "out")
+    assert torch.equal(tensors["model.embed_tokens.weight"], source["model.embed_tokens.weight"])
+    assert config["quantization_config"]["quantize_embedding"] is False
+
+
+@pytest.mark.parametrize(("value", "word"), [(float("nan"), "NaN"), (float("inf"), "infinite"), (3.4e38, "too large")])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_nan_and_infinity_are_refused_by_tensor_name(tmp_path: Path, value: float, word: str, name: str) -> None:
+    source = {n: t.float() for n, t in random_tensors().items()}
+    source[name].view(-1)[-1] = value
+    write_random(tmp_path / "m", tensors=source)
+    with pytest.raises(ModelError, match=f"tensor {name} cannot be quantized: .*{word}"):
+        run(tmp_path / "m", tmp_path / "out")
+
+
+def test_cpu_int4_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    write_random(tmp_path / "m", shards=2)
+    run(tmp_path / "m", tmp_path / "first", shard_bytes=8000)
+    report, _ = run(tmp_path / "first", tmp_path / "second")
+    first, second = ({f.name: f.read_bytes() for f in (tmp_path / d).iterdir()} for d in ("first", "second"))
+    assert first == second
+    assert report["source_kind"] == "cpu_int4"
+    assert report["parameters"] == sum(t.numel() for t in random_tensors().values())
+
+
+@pytest.mark.parametrize(("group", "why"), [
+    (-1, "not one of"), (16, "not one of"), (48, "not one of"), (512, "not one of"), (64, "group size 64 needs BF16"),
+    (128, "does not divide"),
+])
+def test_case_026_group_size_that_contradicts_the_tensors(tmp_path: Path, group: int, why: str) -> None:
+    write_random(tmp_path / "m")
+    run(tmp_path / "m", tmp_path / "first")
+    config = json.loads((tmp_path / "first/config.json").read_text())
+    config["quantization_config"]["group_size"] = group
+    (tmp_path / "first/config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=why):
+        run(tmp_path / "first", tmp_path / "second")
+
+
+def test_command_line(tmp_path: Path) -> None:
+    write_random(tmp_path / "m")
+    recipe = json.dumps({"grid": "minmax", "group_size": "auto", "table_bits": 4, "ignore": ["o_proj"]})
+    code, lines, _ = command(str(tmp_path / "m"), str(tmp_path / "out"), "--recipe", recipe)
+    assert code == 0
+    assert [line["phase"] for line in lines if line["event"] == "phase"] == ["reading", "quantizing", "writing"]
+    assert lines[-1]["event"] == "result"
+    assert {k["reason"] for k in lines[-1]["report"]["kept"]} == {"named in the recipe's ignore list"}
+
+    code, lines, _ = command(str(tmp_path / "absent"), str(tmp_path / "out2"))
+    assert code == 65
+    assert lines[-1]["event"] == "error"
+    assert lines[-1]["exit_code"] == 65
+    assert "does not exist" in lines[-1]["what"]
+
+    code, lines, _ = command(str(tmp_path / "m"), str(tmp_path / "out3"), "--recipe", "[]")
+    assert (code, lines[-1]["exit_code"]) == (2, 2)
+
+    code, lines, _ = command(str(tmp_path / "m"), str(tmp_path / "out"))
+    assert code == 65
+    assert "is not empty" in lines[-1]["what"]
+
+
+def test_a_full_disk_is_a_store_error(tmp_path: Path) -> None:
+    """case_032, the conversion's part: no space ends with one line and exit code 73."""
+    write_random(tmp_path / "m")
+    child = f"{sys.executable} -m appliance.quantize {tmp_path / 'm'} {tmp_path / 'out'}"
+    limited = ["sh", "-c", f"ulimit -f 32; trap '' XFSZ; exec {child}"]
+    done = subprocess.run(limited, capture_output=True, text=True, check=False)
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 73, done.stderr
+    assert last["event"] == "error"
+    assert last["what"] == "the checkpoint cannot be written"
+
+
+def test_sigterm_ends_it_at_once(tmp_path: Path) -> None:
+    write_random(tmp_path / "m", LLAMA | {"vocab_size": 200_000},
+                 tensors=random_tensors(LLAMA | {"vocab_size": 200_000}))
+    with subprocess.Popen([sys.executable, "-m", "appliance.quantize", str(tmp_path / "m"), str(tmp_path / "out")],
+                          stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if json.loads(line)["event"] == "progress":
+                break
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(timeout=5) == -signal.SIGTERM
