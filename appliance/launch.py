@@ -140,7 +140,7 @@ def env(dials: Dials, places: Places, settings: Settings) -> dict[str, str]:
         if name in FORBIDDEN_ENV:
             raise ConfigError(f"worker.env may not set {name}", why=FORBIDDEN_ENV[name], do="remove it from worker.env")
         if name == "VLLM_PLUGINS" and PLUGIN not in value.split(","):
-            raise ConfigError("worker.env sets VLLM_PLUGINS without cpu_int4", why="the 4-bit model could not be loaded",
+            raise ConfigError("worker.env sets VLLM_PLUGINS without cpu_int4", why="the model could not be loaded",
                               do=f"set VLLM_PLUGINS to {PLUGIN},{value} or remove it")
         own[name] = value
     return {name: value for name, value in own.items() if value != ""}

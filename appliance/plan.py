@@ -25,7 +25,7 @@ from appliance.threads import choose_threads
 
 SCHEMA = 1
 BLOCK = 32
-"""Tokens per key/value block: of vLLM's own 128 only prompts over 128 tokens can share a prefix; AMX attention wants 32n."""
+"""Tokens per key/value block: with vLLM's own 128 short prompts share no prefix; AMX attention wants 32n."""
 SAFE_DEQUANT_THRESHOLD = 2
 LOWER_CAPABILITY = {"avx512": "avx2", "avx2": "default"}
 
@@ -190,7 +190,7 @@ def _settings_refusal(settings: Settings, kernels: tuple[str, ...]) -> Refusal |
 def _tier_choice(host: HostFacts) -> Choice:
     blocked = next((f"{t.name}: {t.reason}" for t in host.cpu.tiers if not t.usable and t.reason), "")
     return Choice(name="tier", value=host.cpu.tier,
-                  reason="highest that CPU, operating system and a live proof confirm" + (f" ({blocked})" * bool(blocked)),
+                  reason="highest that CPU, system and a live proof confirm" + (f" ({blocked})" if blocked else ""),
                   evidence="flags, XGETBV and a child process that ran the instructions")
 
 
@@ -308,9 +308,10 @@ def _shape_choices(model: ModelFacts, settings: Settings, shape: Shape, ceiling:
     else:
         reason = "set by the operator" if settings.context else "the model's maximum"
     yield Choice(name="context", value=shape.context, reason=reason, evidence="memory arithmetic")
-    fits = shape.kv_tokens / shape.context
-    yield Choice(name="key/value cache", value=budget.kv_bytes(model, shape.kv_tokens, BLOCK), evidence="memory arithmetic",
-                 reason=f"{shape.kv_tokens} tokens at {budget.kv_bytes_per_token(model)} bytes: room for {fits:g} full contexts")
+    yield Choice(name="key/value cache", value=budget.kv_bytes(model, shape.kv_tokens, BLOCK),
+                 evidence="memory arithmetic",
+                 reason=f"{shape.kv_tokens} tokens at {budget.kv_bytes_per_token(model)} bytes: "
+                        f"room for {shape.kv_tokens / shape.context:g} full contexts")
     yield Choice(name="batch tokens", value=shape.batch_tokens, evidence="memory arithmetic",
                  reason="prompt chunk of one step: bounds the step time and the warm-up")
     yield Choice(name="block size", value=BLOCK, evidence="vLLM shares whole blocks only",

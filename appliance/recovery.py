@@ -10,17 +10,23 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from appliance.errors import ApplianceError, ConfigError, CpuNotSupported, DoesNotFit, ModelError, StoreError, TransientError
+from appliance.errors import (
+    ApplianceError,
+    ConfigError,
+    CpuNotSupported,
+    DoesNotFit,
+    ModelError,
+    StoreError,
+    TransientError,
+    by_exit_code,
+)
 
 SIGILL, SIGKILL, SIGSEGV, SIGBUS = 4, 9, 11, 7
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """How a worker ended. `status`: as subprocess reports it (negative = signal). `oom_kills`: growth of the counter.
-
-    `exit_code_of_ours` is the status when the worker's own launcher ended it with a code of the error tree.
-    """
+    """How a worker ended. `status`: as subprocess reports it (negative = signal); `oom_kills`: growth of the count."""
 
     status: int
     phase: str
@@ -46,21 +52,22 @@ class Fault:
 LOG_SIGNAL = re.compile(r"died unexpectedly \(exit code: -(\d+)\)")
 RULES: tuple[tuple[str, str, type[ApplianceError], str, str], ...] = (
     # pattern in the log, name, class, why, do
-    (r"[Aa]ddress already in use", "port-taken", TransientError, "another program took the port while the model was loading",
-     "stop it or choose another port"),
-    (r"No space left on device|Insufficient space in /dev/shm", "disk-full", StoreError, "a disk is full", "free space and start again"),
-    (r"MemoryError|DefaultCPUAllocator: can't allocate memory|not enough memory|Cannot allocate memory", "out-of-memory",
-     DoesNotFit, "an allocation failed", "raise the memory ceiling, or lower context"),
-    (r"Available memory on node .* is less than|No available memory for the cache blocks|larger than the available KV cache memory",
+    (r"[Aa]ddress already in use",
+     "port-taken", TransientError, "another program took the port meanwhile", "stop it or choose another port"),
+    (r"No space left on device|Insufficient space in /dev/shm",
+     "disk-full", StoreError, "a disk is full", "free space and start again"),
+    (r"MemoryError|DefaultCPUAllocator: can't allocate memory|not enough memory|Cannot allocate memory",
+     "out-of-memory", DoesNotFit, "an allocation failed", "raise the memory ceiling, or lower context"),
+    (r"Available memory on node .* is less than|No available memory for the cache blocks|larger than the available KV",
      "out-of-memory", DoesNotFit, "vLLM found less memory than planned", "stop other programs, or lower context"),
-    (r"SafetensorError|InvalidHeaderDeserialization|not initialized from checkpoint|There is no module or parameter named",
-     "bad-model", ModelError, "the stored model does not match what vLLM needs", "run `applianctl model verify`"),
-    (r"Unknown quantization method", "plugin-missing", ConfigError, "the cpu_int4 plugin did not load in the worker",
-     "install the worker again"),
-    (r"InvalidCxxCompiler|CppCompileError|No working C\+\+ compiler", "compiler-broken", ConfigError, "the C++ compiler does not work",
-     "repair g++, or set compile to false"),
-    (r"Illegal instruction", "unsupported-isa", CpuNotSupported, "an instruction this CPU does not have",
-     "report it with `applianctl probe --json`"),
+    (r"SafetensorError|InvalidHeaderDeserialization|not initialized from checkpoint|There is no module or parameter",
+     "bad-model", ModelError, "the stored model is not what vLLM needs", "run `applianctl model verify`"),
+    (r"Unknown quantization method",
+     "plugin-missing", ConfigError, "the cpu_int4 plugin did not load in the worker", "install the worker again"),
+    (r"InvalidCxxCompiler|CppCompileError|No working C\+\+ compiler",
+     "compiler-broken", ConfigError, "the C++ compiler does not work", "repair g++, or set compile to false"),
+    (r"Illegal instruction",
+     "unsupported-isa", CpuNotSupported, "code for a CPU this is not", "report it with `applianctl probe --json`"),
 )
 
 
@@ -72,9 +79,12 @@ def classify(evidence: Evidence) -> Fault:
         signal = int(match[1])
     while_doing = f"while {evidence.phase}" if evidence.phase else ""
     if evidence.oom_kills > 0 or (signal == SIGKILL and not evidence.stopped_by_us):
-        why = "the kernel's OOM killer ended it" if evidence.oom_kills else "it was killed (signal 9), most often for memory"
+        why = "the kernel's OOM killer ended it"
+        if not evidence.oom_kills:
+            why = "killed by signal 9, most often for memory"
         return Fault(name="oom-kill" if evidence.oom_kills else "killed", error=DoesNotFit,
-                     what=f"the worker died {while_doing}".rstrip(), why=why, do="raise the memory ceiling, or lower context")
+                     what=f"the worker died {while_doing}".rstrip(), why=why,
+                     do="raise the memory ceiling, or lower context")
     if signal == SIGILL:
         return Fault(name="unsupported-isa", error=CpuNotSupported, what=f"the worker died {while_doing}".rstrip(),
                      why="illegal instruction (signal 4): code for a CPU this is not",
@@ -93,8 +103,6 @@ def classify(evidence: Evidence) -> Fault:
 
 
 def _own(sentence: str, status: int) -> Fault:
-    from appliance.errors import by_exit_code
-
     return Fault(name="refused-by-worker", error=by_exit_code(status), what=sentence, why="", do="")
 
 

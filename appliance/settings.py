@@ -228,7 +228,8 @@ def _host(key: str, value: Any, origin: str) -> str:
     try:
         ipaddress.ip_address(text)
     except ValueError:
-        if not re.fullmatch(r"(?!-)[A-Za-z0-9-]{1,63}(\.(?!-)[A-Za-z0-9-]{1,63})*", text) or text.replace(".", "").isdigit():
+        name = re.fullmatch(r"(?!-)[A-Za-z0-9-]{1,63}(\.(?!-)[A-Za-z0-9-]{1,63})*", text)
+        if not name or text.replace(".", "").isdigit():
             raise _wrong(key, value, origin, "an IP address or a host name") from None
     return text
 

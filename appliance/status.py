@@ -47,7 +47,8 @@ def read(runtime: Path) -> dict[str, Any]:
         if agent and abs(psutil.Process(agent["pid"]).create_time() - agent["started"]) < 1:
             return status
     last = f"; last word: {status['sentence']}" if status.get("state") == "failed" else ""
-    raise NotReachable("the service is not running", why=f"no agent writes {runtime / FILE}{last}", do="run `applianctl serve`")
+    raise NotReachable("the service is not running", why=f"no agent writes {runtime / FILE}{last}",
+                       do="run `applianctl serve`")
 
 
 def render(status: Mapping[str, Any], *, now: float) -> Iterator[str]:

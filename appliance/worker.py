@@ -68,10 +68,9 @@ def serve(argv: list[str]) -> None:
     cpus = os.environ.get(CPUS_VARIABLE)
     if cpus:
         os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
-    try:
-        from appliance.kernels.selftest import check_at_start
-        check_at_start()
-    except ImportError: pass #TEMP
+    from appliance.kernels.selftest import check_at_start
+
+    check_at_start()
     from vllm.entrypoints.launchers.api_server.entry import main as vllm_main
 
     sys.argv = ["vllm", *argv]

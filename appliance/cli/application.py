@@ -51,6 +51,17 @@ class Application:
 
         return find_worker_python(self.settings)
 
+    def versions(self) -> dict[str, str]:
+        """Versions of this package and of the worker's, as far as a worker is installed; part of the fingerprint."""
+        from appliance import __version__
+        from appliance.jobs import worker_contract
+
+        try:
+            found = worker_contract(self.worker_python(), env=self.env)["versions"]
+        except ConfigError:
+            return {"appliance": __version__}
+        return {name: str(version) for name, version in found.items() if version}
+
     def _file(self) -> Parsed:
         named = self.config_file is not None or "APPLIANCE_CONFIG" in self.env
         try:
@@ -60,6 +71,6 @@ class Application:
                 raise ConfigError(f"{self.config_path} does not exist", do="create it or leave out --config") from None
             text = ""
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{self.config_path} cannot be read", why=getattr(error, "strerror", None) or "not UTF-8 text",
-                              do="check its owner and mode") from None
+            why = getattr(error, "strerror", None) or "not UTF-8 text"
+            raise ConfigError(f"{self.config_path} cannot be read", why=why, do="check its owner and mode") from None
         return settings_module.parse(text, origin=str(self.config_path))

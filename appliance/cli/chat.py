@@ -21,7 +21,9 @@ from appliance.supervisor.health import Endpoint
 @click.option("--temperature", type=click.FloatRange(0, 5), metavar="T", help="0 is greedy (default: the model's).")
 @click.option("--max-tokens", type=click.IntRange(min=1), metavar="N", help="Longest answer.")
 @click.pass_obj
-def chat(app: Application, prompt: str | None, system: str | None, temperature: float | None, max_tokens: int | None) -> None:
+def chat(
+    app: Application, prompt: str | None, system: str | None, temperature: float | None, max_tokens: int | None
+) -> None:
     """Ask the running model; without PROMPT an interactive conversation (or the prompt from a pipe)."""
     from appliance import status as status_file
 
@@ -66,7 +68,8 @@ def _ask(endpoint: Endpoint, messages: list[dict[str, str]], options: Mapping[st
             sys.stdout.write(part)
             sys.stdout.flush()
     except (OSError, http.client.HTTPException) as error:
-        raise NotReachable("the answer broke off", why=str(error) or type(error).__name__, do="run `applianctl status`") from None
+        why = str(error) or type(error).__name__
+        raise NotReachable("the answer broke off", why=why, do="run `applianctl status`") from None
     click.echo()
     return "".join(parts)
 
@@ -81,7 +84,8 @@ def _deltas(response: http.client.HTTPResponse) -> Iterator[str]:
             return
         event = json.loads(data)
         if "error" in event:
-            raise NotReachable("the worker failed", why=str(event["error"].get("message", event["error"])), do="run `applianctl status`")
+            why = str(event["error"].get("message", event["error"]))
+            raise NotReachable("the worker failed", why=why, do="run `applianctl status`")
         for choice in event.get("choices", []):
             yield choice.get("delta", {}).get("content") or ""
 
@@ -92,7 +96,8 @@ def _refusal(status: int, data: bytes) -> ModelError | NotReachable:
     except (ValueError, KeyError, TypeError):
         message = data[:200].decode("utf-8", "replace")
     if status == 400:
-        return ModelError("the model refused the request", why=str(message), do="shorten it, or check the model's chat template")
+        return ModelError("the model refused the request", why=str(message),
+                          do="shorten it, or check the model's chat template")
     return NotReachable(f"the service answered status {status}", why=str(message), do="run `applianctl status`")
 
 

@@ -38,4 +38,5 @@ def show_command(app: Application, as_json: bool) -> None:
 def check(app: Application) -> None:
     """Read the file and the environment; exits 78 on the first wrong value."""
     count = len(app.parsed.sources)
-    click.echo(f"{app.config_path}: {'in order' if app.config_path.exists() else 'absent, defaults are used'}; {count} keys set")
+    found = "in order" if app.config_path.exists() else "absent, defaults are used"
+    click.echo(f"{app.config_path}: {found}; {count} keys set")

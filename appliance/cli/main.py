@@ -75,8 +75,10 @@ def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 
 
 @click.command(cls=Contents, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.option("--config", "config_file", metavar="FILE", help="Configuration file (default /etc/appliance/appliance.yaml).")
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version and exit.")
+@click.option("--config", "config_file", metavar="FILE",
+              help="Configuration file (default /etc/appliance/appliance.yaml).")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version,
+              help="Show the version and exit.")
 @click.pass_context
 def cli(ctx: click.Context, config_file: str | None) -> None:
     """A 4-bit LLM service for CPU-only nodes: measured, bounded, and ready only when it answered."""

@@ -20,7 +20,9 @@ from appliance.plan import Plan
 @click.option("--memory", metavar="SIZE", help="Memory ceiling, such as 4G; the node's own ceiling still holds.")
 @click.option("--json", "as_json", is_flag=True, help="The whole plan as JSON.")
 @click.pass_obj
-def plan(app: Application, model: str | None, context: str | None, threads: str | None, memory: str | None, as_json: bool) -> None:
+def plan(
+    app: Application, model: str | None, context: str | None, threads: str | None, memory: str | None, as_json: bool
+) -> None:
     """What would be served and why, byte by byte."""
     from appliance.node import read_node
 
@@ -41,13 +43,14 @@ def render(plan: Plan) -> Iterator[str]:
     yield ""
     for choice in plan.choices:
         value = show(choice.value) if choice.name in ("memory ceiling", "key/value cache") else choice.value
-        yield f"  {choice.name:<22}{value!s:<14}{choice.reason}  [{choice.evidence}]"
+        yield f"  {choice.name:<22}{value!s:<12} {choice.reason}  [{choice.evidence}]"
     if not plan.memory:
         return
     yield ""
     yield "  " + f"{'memory':<36}" + "".join(f"{phase:>11}" for phase in PHASES)
     for line in plan.memory:
-        yield "  " + f"{line.item:<36}" + "".join(f"{show(line.bytes) if phase in line.phases else '-':>11}" for phase in PHASES)
+        cells = (show(line.bytes) if phase in line.phases else "-" for phase in PHASES)
+        yield "  " + f"{line.item:<36}" + "".join(f"{cell:>11}" for cell in cells)
     yield "  " + f"{'needed':<36}" + "".join(f"{show(phase_bytes(plan.memory, phase)):>11}" for phase in PHASES)
     if plan.ceiling_bytes is not None and plan.usable_bytes is not None:
         yield (f"  peak {show(plan.peak_bytes)} ({plan.peak_phase}) of {show(plan.usable_bytes)} usable; "

@@ -37,7 +37,6 @@ def probe(ctx: click.Context, root: str, as_json: bool) -> None:
     """
     from pathlib import Path
 
-    from appliance import __version__
     from appliance.cli.application import Application
     from appliance.probe.host import read_host
 
@@ -46,7 +45,7 @@ def probe(ctx: click.Context, root: str, as_json: bool) -> None:
     facts = read_host(
         root,
         store=application.directories.store if here else None,
-        versions={"appliance": __version__} if here else {},
+        versions=application.versions() if here else {},
     )
     if as_json:
         click.echo(json.dumps({**to_json(facts), "fingerprint": facts.fingerprint}, indent=2))

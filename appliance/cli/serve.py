@@ -35,7 +35,8 @@ def serve(app: Application, model: str | None, host: str | None, port: str | Non
         click.echo(f"[{time.monotonic() - began:6.1f} s] {sentence}")
         sys.stdout.flush()
 
-    service = Service(app.parsed, app.directories, python, env=app.env, say=say, key=read_key(app.settings.api_key_file))
+    key = read_key(app.settings.api_key_file)
+    service = Service(app.parsed, app.directories, python, env=app.env, say=say, key=key)
     service.run(lambda: obtain(app, python, say))
 
 

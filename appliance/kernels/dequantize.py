@@ -147,3 +147,13 @@ def linear_rows(x: Tensor, n: int, weight: Rows, gemm: torch.dtype, out: Tensor)
     for first in range(0, n, step):
         stop = min(first + step, n)
         out[:, first:stop].copy_(torch.mm(x, weight(first, stop, scratch).t()))
+
+
+def linear_bf16(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out fp32 [M, N] = x[M, K] @ W.t() for a bf16 weight that was never quantized, widened block by block."""
+
+    def rows(first: int, stop: int, scratch: Scratch) -> Tensor:
+        block = weight[first:stop]
+        return scratch.weight[: block.numel()].view(block.shape).copy_(block)
+
+    linear_rows(x, weight.shape[0], rows, torch.float32, out)

@@ -63,7 +63,9 @@ class Int4Config:
             extension = f.name in ("kernel", "group_size_overrides", "table_bits", "format_version")
             if extension and value == (f.default if f.default is not dataclasses.MISSING else {}):
                 continue
-            out[f.name] = dict(value) if isinstance(value, Mapping) else list(value) if isinstance(value, tuple) else value
+            if isinstance(value, Mapping):
+                value = dict(value)
+            out[f.name] = list(value) if isinstance(value, tuple) else value
         return out
 
 
@@ -89,7 +91,8 @@ def parse_config(raw: Mapping[str, Any]) -> Int4Config:
     for where, group in [("group_size", values.get("group_size", 64)), *values.get("group_size_overrides", {}).items()]:
         reason = group_refusal(group)
         if reason:
-            raise ModelError("quantization_config cannot be used", why=f"{where}: {reason}", do="quantize the model again")
+            raise ModelError("quantization_config cannot be used", why=f"{where}: {reason}",
+                             do="quantize the model again")
     version = values.get("format_version") or FORMAT_VERSION
     if version > FORMAT_VERSION:
         raise ModelError(

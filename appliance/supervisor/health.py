@@ -113,6 +113,7 @@ def port_refusal(host: str, port: int) -> str | None:
 def _holder(port: int) -> str:
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port and connection.pid:
+            listens = connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
+            if listens and connection.pid:
                 return f" by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
     return ""

@@ -75,7 +75,8 @@ class Loop:
         status = self.worker.status()
         if status is not None and self.state not in ("stopping", "stopped", "failed"):
             self._read_log(now)
-            self.fault = classify(Evidence(status=status, phase=self.phase, log=tuple(self.tail), oom_kills=self.oom_kills()))
+            self.fault = classify(
+                Evidence(status=status, phase=self.phase, log=tuple(self.tail), oom_kills=self.oom_kills()))
             self._move("failed", now)
         elif self.state == "starting":
             self._move("loading", now)

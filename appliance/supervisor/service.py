@@ -1,7 +1,7 @@
 """The service in the foreground: one agent, one worker, from a taken lock to an empty process list.
 
-Order: lock -> port -> model -> plan -> worker -> loop -> stop. Everything that can be refused in milliseconds comes before
-anything that takes minutes. Rules: one agent per runtime folder (flock); whatever an earlier agent left running is
+Order: lock -> port -> model -> plan -> worker -> loop -> stop. What can be refused in milliseconds comes before what
+takes minutes. Rules: one agent per runtime folder (flock); whatever an earlier agent left running is
 ended first; on every way out the worker tree is ended and the status file says so.
 """
 
@@ -91,9 +91,10 @@ class Service:
 
     def _supervise(self, node: Node, rung: Rung) -> None:
         listen = self.parsed.settings.listen
-        endpoint = Endpoint(host=listen.host, port=listen.port, tls=self.parsed.settings.tls.cert is not None, key=self.key)
+        tls = self.parsed.settings.tls.cert is not None
+        endpoint = Endpoint(host=listen.host, port=listen.port, tls=tls, key=self.key)
         self._describe(node, rung, endpoint)
-        self.say(f"plan: {node.model.name} on {node.host.cpu.tier}, {rung.threads} threads, context {rung.context} tokens, "
+        self.say(f"plan: {node.model.name} on {node.host.cpu.tier}, {rung.threads} threads, context {rung.context}, "
                  f"key/value cache {show(rung.kv_bytes)}, peak {show(node.plan.peak_bytes)} of "
                  f"{show(node.plan.usable_bytes or 0)}")
         _prepare_folders(node, self.directories)

@@ -90,7 +90,7 @@ class WorkerTree:
 def start(command: WorkerCommand) -> WorkerTree:
     """Start the worker and record its session. Raises OSError when the interpreter cannot be executed."""
     if command.log.exists():
-        os.replace(command.log, command.log.with_suffix(".log.1"))
+        command.log.replace(command.log.with_suffix(".log.1"))
     path = os.environ.get("PATH") or PATH_DEFAULT
     with open(command.log, "wb") as log:
         process = subprocess.Popen(

@@ -82,7 +82,7 @@ class CpuInt4Config(QuantizationConfig):  # type: ignore[misc]  # vLLM is not ty
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method for a layer named `prefix`; None leaves vLLM's own bf16 method in place."""
-        from appliance.vllm_plugin.embedding import Int4TableMethod
+        from appliance.vllm_plugin.embedding import Int4TableMethod, KeptTableMethod
         from appliance.vllm_plugin.linear import Int4LinearMethod
 
         if isinstance(layer, RoutedExperts):
@@ -90,7 +90,7 @@ class CpuInt4Config(QuantizationConfig):  # type: ignore[misc]  # vLLM is not ty
         if isinstance(layer, VocabParallelEmbedding):
             head = isinstance(layer, ParallelLMHead)
             if not self.quantizes_table(prefix, head=head):
-                return None
+                return KeptTableMethod()
             return Int4TableMethod(self.fields, self.table_group(prefix, head=head), prefix)
         if isinstance(layer, LinearBase):
             if self.ignores(prefix):

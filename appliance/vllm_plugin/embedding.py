@@ -1,4 +1,7 @@
-"""The int4 vocabulary table: the embedding lookup and the head, from one copy.
+"""The vocabulary table: the embedding lookup and the head, from one copy - in 4 bits, or kept in bf16.
+
+Logits are fp32. In bf16 a logit of 16 to 32 has a step of 0.125, which turns near ties into exact ones: the largest
+single error of the whole model (docs/fidelity.md).
 
 A tied table is packed once: the head's parameters are the embedding's. Rows are gathered from the packed layout through
 the measured pattern, so no row-major copy is kept beside it. The head obeys the same rule as every linear layer: more
@@ -11,14 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, functional
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from appliance.errors import ModelError
+from appliance.kernels.dequantize import linear_bf16
 from appliance.kernels.registry import TABLE
 from appliance.quantize.format import PACKED, SCALE, ZERO, Int4Config
 from appliance.vllm_plugin import ops
-from appliance.vllm_plugin.linear import Packed, create_parameters, multiply, pack_layer
+from appliance.vllm_plugin.linear import Packed, create_parameters, pack_layer, threshold
 
 TIED = "int4_tied_to"
 
@@ -70,8 +75,13 @@ class Int4TableMethod(QuantizeMethodBase):  # type: ignore[misc]  # vLLM is not 
             layer.int4 = packed
 
     def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Logits: hidden states bf16 [..., K] times the table, bf16 [..., N]."""
-        return multiply(layer, x, bias, self.fields)
+        """Logits: hidden states bf16 [..., K] times the table, fp32 [..., N]. Runs outside the compiled graph."""
+        packed: Packed = layer.int4
+        shape = packed.shape
+        flat = x.reshape(-1, shape.k).contiguous()
+        out = torch.empty((flat.shape[0], shape.n), dtype=torch.float32)
+        packed.kernel.linear(flat, packed.tensors(layer), shape, threshold(self.fields), out)
+        return _shaped(out, x, bias)
 
     def embedding(self, layer: Module, input_: Tensor) -> Tensor:
         """Rows of the table for token ids of any shape: bf16 [..., K]."""
@@ -84,3 +94,28 @@ class Int4TableMethod(QuantizeMethodBase):  # type: ignore[misc]  # vLLM is not 
             call = torch.ops.vllm.cpu_int4_rows if self.fields.use_custom_op else ops.int4_rows
             rows = call(ids, packed.tensors(layer), packed.kernel.name, shape.n, shape.k, shape.group)
         return rows.view(*input_.shape, shape.k)
+
+
+class KeptTableMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]  # vLLM is not typed here
+    """A table that stays bf16: vLLM's own lookup, and a head in fp32 without a second copy of the table."""
+
+    def process_weights_after_loading(self, layer: Module) -> None:
+        """Keep the weight as it is: a prepacked head could not be indexed by row."""
+
+    def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Logits: hidden states bf16 [..., K] times the table, fp32 [..., N]."""
+        weight: Tensor = layer.weight
+        flat = x.reshape(-1, weight.shape[1])
+        out = torch.empty((flat.shape[0], weight.shape[0]), dtype=torch.float32)
+        linear_bf16(flat, weight, out)
+        return _shaped(out, x, bias)
+
+    def embedding(self, layer: Module, input_: Tensor) -> Tensor:
+        """Rows of the table for token ids of any shape: bf16 [..., K]."""
+        return functional.embedding(input_, layer.weight)
+
+
+def _shaped(out: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is not None:
+        out += bias
+    return out.view(*x.shape[:-1], out.shape[1])

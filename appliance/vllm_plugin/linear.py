@@ -122,19 +122,23 @@ def pack_layer(layer: Module, fields: Int4Config, group: int, kind: str) -> None
     layer.int4 = Packed(kernel=choice.kernel, shape=shape, names=tuple(f"int4_{name}" for name in tensors))
 
 
+def threshold(fields: Int4Config) -> int:
+    """The smallest number of rows that takes the dequantize route."""
+    return fields.dequant_threshold if fields.prefill_dequant else sys.maxsize
+
+
 def multiply(layer: Module, x: Tensor, bias: Tensor | None, fields: Int4Config) -> Tensor:
     """x bf16 [..., K] times the layer's weight, plus the bias: bf16 [..., N]."""
     packed: Packed = layer.int4
     shape = packed.shape
     flat = x.reshape(-1, shape.k)
-    threshold = fields.dequant_threshold if fields.prefill_dequant else sys.maxsize
     if not fields.use_custom_op and torch.compiler.is_compiling():
         # Traced once for every number of rows, so a branch on it would be frozen: always the safe route.
         weight = packed.kernel.whole(packed.tensors(layer), shape)
         out = torch.mm(flat.to(weight.dtype), weight.t()).to(x.dtype)
     else:
         call = torch.ops.vllm.cpu_int4_linear if fields.use_custom_op else ops.int4_linear
-        out = call(flat, packed.tensors(layer), packed.kernel.name, shape.n, shape.k, shape.group, threshold)
+        out = call(flat, packed.tensors(layer), packed.kernel.name, shape.n, shape.k, shape.group, threshold(fields))
     if bias is not None:
         out = out + bias
     return out.view(*x.shape[:-1], shape.n)

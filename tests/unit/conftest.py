@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def _no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: socket.socket, address: object) -> None:
         raise AssertionError(f"a unit test tried to connect to {address}")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    yield

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,10 +76,8 @@ def test_sizes(text: str, size: int) -> None:
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=8), lambda c: st.lists(c, max_size=3) | st.dictionaries(
     st.sampled_from([*{k.split(".")[0] for k in KEYS}, *{k.split(".")[-1] for k in KEYS}, "x"]), c, max_size=4), max_leaves=8))
-def test_any_yaml_tree_is_read_or_refused_in_one_line(tree: object) -> None:
+def test_any_yaml_tree_is_read_or_refused(tree: object) -> None:
     import yaml
 
-    try:
+    with contextlib.suppress(ConfigError):
         parse(yaml.safe_dump(tree))
-    except ConfigError as error:
-        assert "\n" not in error.line
