@@ -2,8 +2,8 @@
 
 All figures are bytes. A phase is a moment of the worker's life; the peak is the largest phase, not the sum:
 
-    load     runtime + weights + the largest layer being packed + key/value cache
-    compile  runtime + weights + key/value cache + the compiler (torch.compile starts g++ beside the worker)
+    load     runtime + weights + the largest layer being packed
+    compile  runtime + weights + key/value cache + activations + the compiler (g++ runs beside the worker)
     warm-up  runtime + weights + key/value cache + activations of one full batch + logits
     serve    as warm-up; never larger
 

@@ -1,7 +1,7 @@
 """PURE: the worker's argument vector and environment for one set of dials.
 
-The environment is complete: nothing of the agent's own environment is inherited but PATH and a few names, so a
-stray variable in a shell or a unit cannot change what was planned. Rules:
+The environment is complete: of the agent's own environment only PATH is inherited, so a stray variable in a shell or
+a unit cannot change what was planned. Rules:
 
 * every path the worker may write to lies below the appliance's own directories;
 * nothing goes to the network: offline hub, no usage statistics, loopback only;
@@ -13,7 +13,7 @@ stray variable in a shell or a unit cannot change what was planned. Rules:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +33,12 @@ ATEN_CAPABILITY: Mapping[str, str] = {
     "amx": "avx512",
 }
 """torch's own dispatch level per tier; always set, so that planner and worker agree about the packed layout."""
+
+PLANNED_FLAGS = (
+    "--model", "--served-model-name", "--host", "--port", "--uds", "--dtype", "--max-model-len", "--max-num-seqs",
+    "--max-num-batched-tokens", "--max-num-queued-reqs", "--kv-cache-memory-bytes", "--block-size", "--hf-overrides",
+    "--model-loader-extra-config", "--shutdown-timeout", "--enforce-eager", "--ssl-certfile", "--ssl-keyfile",
+)
 
 FORBIDDEN_ENV: Mapping[str, str] = {
     "VLLM_CPU_KVCACHE_SPACE": "it overrides the planned key/value cache size",
@@ -70,11 +76,16 @@ class Dials:
     block: int
     compile: bool
     capability: str
+    compiler: str | None
     drain_s: float
 
 
 def argv(dials: Dials, places: Places, settings: Settings) -> tuple[str, ...]:
     """Arguments for `appliance.worker serve`, which hands them to vLLM's API server."""
+    overrides: dict[str, Any] = {"quantization_config": dict(dials.quantization)}
+    if dials.quantization.get("wide_residual"):
+        # Hidden states reach the head in fp32; vLLM would cast head and hidden states to bf16 if not told.
+        overrides["head_dtype"] = "float32"
     args = [
         "--model", places.model,
         "--served-model-name", dials.model_name, "default",
@@ -87,7 +98,7 @@ def argv(dials: Dials, places: Places, settings: Settings) -> tuple[str, ...]:
         "--max-num-queued-reqs", str(dials.queued),
         "--kv-cache-memory-bytes", str(dials.kv_bytes),
         "--block-size", str(dials.block),
-        "--hf-overrides", json.dumps({"quantization_config": dict(dials.quantization)}, sort_keys=True),
+        "--hf-overrides", json.dumps(overrides, sort_keys=True),
         # vLLM does not notice missing tensors of quantized models unless told to.
         "--model-loader-extra-config", json.dumps({"enable_weights_track": True}),
         "--shutdown-timeout", str(int(dials.drain_s)),
@@ -105,6 +116,8 @@ def argv(dials: Dials, places: Places, settings: Settings) -> tuple[str, ...]:
 def env(dials: Dials, places: Places, settings: Settings) -> dict[str, str]:
     """The worker's whole environment but PATH. Raises ConfigError when `worker.env` breaks what the plan relies on."""
     own = {
+        "CXX": (dials.compiler or "") if dials.compile else "",
+        "VLLM_LOGGING_LEVEL": "INFO",  # the phases of a start are read from the log
         "APPLIANCE_WORKER_CPUS": ",".join(map(str, dials.cpus or ())),
         "ATEN_CPU_CAPABILITY": dials.capability,
         "OMP_NUM_THREADS": str(dials.threads),
@@ -146,6 +159,23 @@ def env(dials: Dials, places: Places, settings: Settings) -> dict[str, str]:
     return {name: value for name, value in own.items() if value != ""}
 
 
+def extra_args_refusal(extra: Sequence[str]) -> str | None:
+    """Why these arguments may not be added: they would overrule what was planned, or show a secret; None if they may.
+
+    vLLM takes `_` for `-` and unambiguous beginnings of a flag, so both count.
+    """
+    for word in extra:
+        flag = word.partition("=")[0].replace("_", "-")
+        if not flag.startswith("--") or len(flag) < 4:
+            continue
+        for planned in (*PLANNED_FLAGS, "--api-key", "--quantization", "--config"):
+            if planned == flag or planned.startswith(flag):
+                return f"{word.partition('=')[0]} is decided by the plan"
+    return None
+
+
 def narrowed(dials: Dials, **changes: Any) -> Dials:
-    """The dials with some values changed (a rung of the ladder)."""
-    return replace(dials, **changes)
+    """The dials with some values changed (a rung of the ladder); only a compiled graph has a wide residual."""
+    changed = replace(dials, **changes)
+    wide = bool(changed.quantization.get("wide_residual")) and changed.compile
+    return replace(changed, quantization={**changed.quantization, "wide_residual": wide})

@@ -5,14 +5,16 @@ Reads only; the commands `plan` and `serve` and later the agent's reload share i
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from appliance import status
 from appliance.directories import Directories
-from appliance.errors import ConfigError
+from appliance.errors import ConfigError, NotReachable
 from appliance.facts import HostFacts, ModelFacts
 from appliance.jobs import worker_contract
 from appliance.launch import MAX_SOCKET_DIRECTORY, Places
@@ -48,6 +50,7 @@ def read_node(parsed: Parsed, directories: Directories, worker_python: str, *, e
     stored = Store(directories.store).get(name)
     model = read_model(stored.path, name=name, digest=stored.digest)
     where = places(directories, model_path=stored.path, fingerprint=host.fingerprint)
+    host = _without_own_worker(host, directories)
     plan = make_plan(host, model, parsed.settings, where, kernels=tuple(contract["kernels"]))
     return Node(host=host, model=model, plan=plan, places=where, versions=versions)
 
@@ -62,11 +65,27 @@ def places(directories: Directories, *, model_path: Path, fingerprint: str) -> P
     return Places(model=str(model_path), cache=str(cache), tmp=str(cache / "tmp"), sockets=sockets)
 
 
+def _without_own_worker(host: HostFacts, directories: Directories) -> HostFacts:
+    """The facts as if our own running worker were not there: a new worker takes its place, not memory beside it."""
+    try:
+        own = int(status.read(directories.runtime).get("memory_bytes") or 0)
+    except NotReachable:
+        return host
+    memory = host.memory
+    return dataclasses.replace(host, memory=dataclasses.replace(
+        memory,
+        available_bytes=None if memory.available_bytes is None else memory.available_bytes + own,
+        used_bytes=None if memory.used_bytes is None else max(0, memory.used_bytes - own),
+    ))
+
+
 def software_refusal(host: HostFacts) -> ConfigError | None:
     """What is missing on this machine that vLLM would only notice late, or as a crash."""
     if host.software.libnuma is None:
         return ConfigError("libnuma is missing", why="vLLM's native library cannot be loaded without it",
                            do="run `apt install libnuma1`")
+    if host.software.lscpu is None:
+        return ConfigError("lscpu is missing", why="vLLM asks it for the CPUs", do="run `apt install util-linux`")
     if host.software.executable_mappings is False:
         return ConfigError("executable memory is forbidden", why="torch generates machine code at run time",
                            do="remove MemoryDenyWriteExecute=yes from the unit's drop-ins")

@@ -19,7 +19,7 @@ from appliance.budget import MIN_CONTEXT, MemoryItem, Shape, show
 from appliance.errors import ApplianceError, by_exit_code
 from appliance.facts import HostFacts, ModelFacts
 from appliance.launch import Dials, Places
-from appliance.quantize.format import parse_config
+from appliance.quantize.format import KERNELS, parse_config
 from appliance.settings import Settings
 from appliance.threads import choose_threads
 
@@ -27,6 +27,8 @@ SCHEMA = 1
 BLOCK = 32
 """Tokens per key/value block: with vLLM's own 128 short prompts share no prefix; AMX attention wants 32n."""
 SAFE_DEQUANT_THRESHOLD = 2
+WIDE_RESIDUAL = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Architectures made of RMSNorm and plain linears only, whose compiled graph may keep the residual stream in fp32."""
 LOWER_CAPABILITY = {"avx512": "avx2", "avx2": "default"}
 
 
@@ -97,7 +99,7 @@ def make_plan(
 
     `kernels`: what the worker's contract offers. `measured`: numbers of `tune`, empty until a node has been measured.
     """
-    for refusal in (_host_refusal(host), _settings_refusal(settings, kernels)):
+    for refusal in (_host_refusal(host), _settings_refusal(settings, host, kernels)):
         if refusal:
             return _refused(host, model, refusal, ())
     tier = host.cpu.tier or "scalar"
@@ -121,14 +123,19 @@ def make_plan(
     if can_compile and not shape.compile:
         compile_reason, compile_evidence = "the compiler's peak does not fit under the ceiling", "memory arithmetic"
     choices += _shape_choices(model, settings, shape, ceiling, ceiling_source, compile_reason, compile_evidence)
+    wide = shape.compile and model.architecture in WIDE_RESIDUAL
+    choices.append(Choice(name="residual stream", value="fp32" if wide else "bf16", evidence="docs/benchmarks.md",
+                          reason="free in a compiled graph and halves the error" if wide else
+                          "only the compiled graph of a plain RMSNorm model can keep it wider"))
     quantization = {**parse_config(model.quantization).to_dict(), "prefill_dequant": True,
-                    "dequant_threshold": SAFE_DEQUANT_THRESHOLD, "kernel": "aten"}
+                    "dequant_threshold": SAFE_DEQUANT_THRESHOLD, "kernel": "aten",
+                    "wide_residual": wide}
     dials = Dials(
         host=settings.listen.host, port=settings.listen.port, model_name=model.name, quantization=quantization,
         threads=threads.count, cpus=threads.cpus, context=shape.context, running=shape.running,
-        queued=settings.max_queued, batch_tokens=shape.batch_tokens,
+        queued=shape.running + settings.max_queued, batch_tokens=shape.batch_tokens,
         kv_bytes=budget.kv_bytes(model, shape.kv_tokens, BLOCK), block=BLOCK, compile=shape.compile,
-        capability=launch.ATEN_CAPABILITY[tier], drain_s=settings.drain_s,
+        capability=launch.ATEN_CAPABILITY[tier], compiler=host.software.compiler, drain_s=settings.drain_s,
     )
     try:
         rungs = tuple(_rung(name, changed, dials, places, settings) for name, changed in _ladder(dials, model, shape))
@@ -168,19 +175,26 @@ def _host_refusal(host: HostFacts) -> Refusal | None:
     return None
 
 
-def _settings_refusal(settings: Settings, kernels: tuple[str, ...]) -> Refusal | None:
+def _settings_refusal(settings: Settings, host: HostFacts, kernels: tuple[str, ...]) -> Refusal | None:
+    offered = [name for name in kernels if name in KERNELS]
     if settings.dtype == "float16":
         return Refusal(exit_code=78, what="dtype float16 is refused", why="cpu_int4 computes in bfloat16 only",
                        do="remove dtype from the settings")
     if settings.dtype == "float32":
         return Refusal(exit_code=78, what="dtype float32 is refused", why="the int4 kernel has no vector path for it",
                        do="remove dtype from the settings")
-    if settings.kernel not in ("auto", *kernels):
+    if settings.kernel not in ("auto", *offered):
         return Refusal(exit_code=78, what=f"kernel {settings.kernel} is not available",
-                       why=f"the installed worker offers {', '.join(kernels)}", do="set kernel to auto")
+                       why=f"the installed worker offers {', '.join(offered)}", do="set kernel to auto")
     if settings.listen.host not in ("127.0.0.1", "::1", "localhost"):
         return Refusal(exit_code=78, what=f"listening on {settings.listen.host} is refused",
                        why="some routes of the worker are open without a key", do="keep listen.host at 127.0.0.1")
+    if settings.cpu.cpus and not set(settings.cpu.cpus) & set(host.topology.allowed):
+        return Refusal(exit_code=78, what="cpu.cpus cannot be used", do="choose among them",
+                       why=f"this process may run on CPUs {_ranges(host.topology.allowed)} only")
+    if reason := launch.extra_args_refusal(settings.worker.extra_args):
+        return Refusal(exit_code=78, what="worker.extra_args is refused", why=reason,
+                       do="use the setting of that name, or leave it to the plan")
     return None
 
 
@@ -244,18 +258,21 @@ def _ceiling(host: HostFacts, settings: Settings) -> tuple[int | None, str]:
 
 
 def _usable(host: HostFacts, ceiling: int | None, settings: Settings) -> int | None:
-    """What the worker may use: the ceiling less what others hold or the reserve, whichever is more; and never more
+    """What the worker may use: the ceiling less its reserve; never more than is free below the node's own ceiling, nor
     than the host has free now."""
     if ceiling is None:
         return None
-    usable = ceiling - max(budget.reserve_bytes(ceiling, settings.memory.reserve), host.memory.used_bytes or 0)
+    usable = ceiling - budget.reserve_bytes(ceiling, settings.memory.reserve)
+    if host.memory.ceiling_bytes is not None:
+        usable = min(usable, host.memory.ceiling_bytes - (host.memory.used_bytes or 0))
     if host.memory.available_bytes is not None:
         usable = min(usable, host.memory.available_bytes)
     return max(usable, 0)
 
 
 def _shapes(model: ModelFacts, settings: Settings, running: int, can_compile: bool) -> Iterator[Shape]:
-    """Shapes from most to least wanted: smaller cache, then shorter context, then smaller batch, then no compiler."""
+    """Shapes from most to least wanted: smaller cache, smaller batch, no compiler, and then a shorter context: a slower
+    answer is better than a refused prompt."""
     wanted = min(settings.context or model.max_context, model.max_context)
     least = min(MIN_CONTEXT, wanted) if settings.context is None else wanted
     contexts = [wanted]
@@ -263,9 +280,9 @@ def _shapes(model: ModelFacts, settings: Settings, running: int, can_compile: bo
         contexts.append(contexts[-1] // 2)
     if contexts[-1] > least:
         contexts.append(least)
-    for compiled in ([True, False] if can_compile else [False]):
-        for batch in (512, 256):
-            for context in contexts:
+    for context in contexts:
+        for compiled in ([True, False] if can_compile else [False]):
+            for batch in (512, 256):
                 # Key/value space for several full contexts only while the context is not already being cut.
                 for sequences in (4, 2, 1) if context == wanted else (1,):
                     yield Shape(context=context, kv_tokens=context * min(sequences, running),
@@ -290,10 +307,11 @@ def _fit(model: ModelFacts, settings: Settings, running: int, can_compile: bool,
     assert smallest is not None
     need, shape = smallest
     reserve = settings.memory.reserve
-    ceiling = need + reserve if reserve is not None else max(need * 10 // 9, need + 128 * budget.MIB)
+    ceiling = need + reserve if reserve is not None else max(need * 10 // 9 + 1, need + 128 * budget.MIB)
     return Refusal(exit_code=76, what=f"{model.name} does not fit",
                    why=f"{shape.context} tokens of context need {show(need)}, usable are {show(usable)}",
-                   do=f"raise the memory ceiling to {show(ceiling)} or more, or use a smaller model")
+                   do=f"have {show(need)} free and raise the memory ceiling to {show(ceiling)} or more, "
+                      "or use a smaller model")
 
 
 def _shape_choices(model: ModelFacts, settings: Settings, shape: Shape, ceiling: int | None, ceiling_source: str,

@@ -54,13 +54,14 @@ def read(runtime: Path) -> dict[str, Any]:
 def render(status: Mapping[str, Any], *, now: float) -> Iterator[str]:
     """Lines for people: the sentence first, then what an operator asks next."""
     yield status["sentence"]
+    planned = status.get("model") is not None
     rows = [
         ("address", status.get("address")),
-        ("model", f"{status.get('model')} ({(status.get('digest') or '')[:12]})"),
-        ("tier, kernel", f"{status.get('tier')}, {status.get('kernel')}"),
+        ("model", f"{status['model']} ({status['digest'][:12]})" if planned else None),
+        ("tier, kernel", f"{status['tier']}, {status['kernel']}" if planned else None),
         ("rung", status.get("rung")),
         ("threads", status.get("threads")),
-        ("context", f"{status.get('context')} tokens"),
+        ("context", f"{status['context']} tokens" if planned else None),
         ("memory", f"{show(status['memory_bytes'])} used, {show(status['ceiling_bytes'])} ceiling"
          if status.get("memory_bytes") and status.get("ceiling_bytes") else None),
         ("cache", show(status["cache_bytes"]) if status.get("cache_bytes") is not None else None),

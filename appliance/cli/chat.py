@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping
 
 import click
 
 from appliance.cli.application import Application
-from appliance.errors import ModelError, NotReachable
+from appliance.errors import ConfigError, ModelError, NotReachable
 from appliance.supervisor.health import Endpoint
 
 
@@ -102,8 +101,15 @@ def _refusal(status: int, data: bytes) -> ModelError | NotReachable:
 
 
 def read_key(path: str | None) -> str | None:
-    """The API key from its file, or None when none is configured or this user may not read it."""
-    if path is None or not os.access(path, os.R_OK):
+    """The API key: first line of its file; None when none is configured. Raises ConfigError when it cannot be read."""
+    if path is None:
         return None
-    with open(path, encoding="utf-8") as file:
-        return file.readline().strip() or None
+    try:
+        with open(path, encoding="utf-8") as file:
+            key = file.readline().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not text"
+        raise ConfigError(f"the API key in {path} cannot be read", why=why, do="correct api_key_file") from None
+    if not key:
+        raise ConfigError(f"the API key in {path} cannot be used", why="its first line is empty", do="write one")
+    return key

@@ -10,6 +10,9 @@ import click
 from appliance.cli.application import Application
 from appliance.settings import KEYS, to_dict
 
+PLANNED = ("memory.ceiling", "memory.reserve", "cpu.threads", "cpu.cpus", "context", "max_running", "dtype", "compile")
+"""Keys whose unset value the plan chooses."""
+
 
 @click.group()
 def config() -> None:
@@ -29,7 +32,7 @@ def show_command(app: Application, as_json: bool) -> None:
         value: Any = tree
         for part in key.split("."):
             value = value[part]
-        shown = "planned" if value is None else value
+        shown = ("planned" if key in PLANNED else "-") if value is None else value
         click.echo(f"{key:<24}{shown!s:<24}{app.parsed.sources.get(key, 'default')}")
 
 

@@ -24,7 +24,7 @@ def plan(
     app: Application, model: str | None, context: str | None, threads: str | None, memory: str | None, as_json: bool
 ) -> None:
     """What would be served and why, byte by byte."""
-    from appliance.node import read_node
+    from appliance.node import read_node, software_refusal
 
     app.flags.update({"model": model, "context": context, "cpu.threads": threads, "memory.ceiling": memory})
     node = read_node(app.parsed, app.directories, app.worker_python(), env=app.env)
@@ -35,6 +35,8 @@ def plan(
             click.echo(line)
     if node.plan.refused:
         raise node.plan.refused.error()
+    if missing := software_refusal(node.host):
+        raise missing
 
 
 def render(plan: Plan) -> Iterator[str]:

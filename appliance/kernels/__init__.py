@@ -2,6 +2,3 @@
 
 NAMES = ("aten", "portable")
 """The kernels of this build, the preferred one first; read without importing torch."""
-
-NAMES = ("aten", "portable")
-"""The kernels of this build, the preferred one first; known here so that asking costs no import of torch."""

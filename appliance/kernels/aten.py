@@ -63,6 +63,7 @@ class AtenKernel:
     def linear(self, x: Tensor, tensors: Sequence[Tensor], layer: LayerShape, threshold: int, out: Tensor) -> None:
         packed, scale_zero = tensors[0], tensors[1]
         if 0 < x.shape[0] < threshold:
+            x = x.to(torch.bfloat16)  # the kernel's fp32 entry has no vector path
             out.copy_(torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, layer.group, scale_zero))
         elif len(tensors) > 2:
             halves = tensors[2]

@@ -53,7 +53,8 @@ class Kernel(Protocol):
         ...
 
     def linear(self, x: Tensor, tensors: Sequence[Tensor], layer: LayerShape, threshold: int, out: Tensor) -> None:
-        """out[M, N] = x[M, K] @ W.t(). From `threshold` rows on, the dequantize route; x contiguous bf16."""
+        """out[M, N] = x[M, K] @ W.t(). From `threshold` rows on, the dequantize route; x contiguous, bf16 or fp32;
+        `out` bf16 or fp32."""
         ...
 
     def rows(self, ids: Tensor, tensors: Sequence[Tensor], layer: LayerShape) -> Tensor:

@@ -35,6 +35,7 @@ class Int4Config:
 
     `ignore` names layers that stay bf16: exact module names or suffixes, unfused (`q_proj`) or fused (`qkv_proj`).
     `dequant_threshold`: the smallest number of rows that takes the dequantize route; 2 is the safe value.
+    `wide_residual`: the compiled graph keeps the residual stream in fp32 (only for models whose parts allow it).
     `table_bits`: bits of the embedding table and head (4 int4, 8 int8, 16 kept); None = 4 if `quantize_embedding`.
     """
 
@@ -47,6 +48,7 @@ class Int4Config:
     direct_dequant: bool = True
 
     kernel: str = "auto"
+    wide_residual: bool = False
     group_size_overrides: Mapping[str, int] = field(default_factory=dict)
     table_bits: int | None = None
     format_version: int | None = None
@@ -60,7 +62,7 @@ class Int4Config:
         out: dict[str, Any] = {"quant_method": QUANT_METHOD}
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            extension = f.name in ("kernel", "group_size_overrides", "table_bits", "format_version")
+            extension = f.name in ("kernel", "wide_residual", "group_size_overrides", "table_bits", "format_version")
             if extension and value == (f.default if f.default is not dataclasses.MISSING else {}):
                 continue
             if isinstance(value, Mapping):
@@ -110,7 +112,7 @@ def _check_types(values: Mapping[str, Any]) -> None:
         return ModelError("quantization_config cannot be used", why=f"{name} is {values[name]!r}, expected {want}",
                           do="correct config.json or quantize the model again")
 
-    for name in ("quantize_embedding", "prefill_dequant", "use_custom_op", "direct_dequant"):
+    for name in ("quantize_embedding", "prefill_dequant", "use_custom_op", "direct_dequant", "wide_residual"):
         if name in values and not isinstance(values[name], bool):
             raise bad(name, "true or false")
     for name in ("dequant_threshold", "format_version"):

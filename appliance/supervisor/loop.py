@@ -59,6 +59,8 @@ class Loop:
     oom_kills: Callable[[], int]
     started_at: float
     probe_every_s: float = 60.0
+    probe_fails: int = 3
+    failed_probes: int = 0
     state: str = "starting"
     phase: str = "starting the worker"
     phase_since: float = 0.0
@@ -77,12 +79,12 @@ class Loop:
             self._read_log(now)
             self.fault = classify(
                 Evidence(status=status, phase=self.phase, log=tuple(self.tail), oom_kills=self.oom_kills()))
-            self._move("failed", now)
+            self.state = "failed"
         elif self.state == "starting":
-            self._move("loading", now)
+            self.state = "loading"
         elif self.state == "loading" and self.listening():
             self._enter("waiting for the first answer", now)
-            self._move("answering", now)
+            self.state = "answering"
         elif self.state == "answering" or (self.state == "ready" and self._probe_is_due(now)):
             self._probe(now)
         return self.sentence(now)
@@ -98,24 +100,25 @@ class Loop:
 
     def stopping(self, now: float) -> None:
         self._enter("finishing running requests", now)
-        self._move("stopping", now)
+        self.state = "stopping"
 
     def stopped(self, now: float) -> None:
         self._enter("the worker has ended", now)
-        self._move("stopped", now)
+        self.state = "stopped"
 
     def _probe(self, now: float) -> None:
         result = self.answer()
         if isinstance(result, str):
             self.last_refusal = result
-            if self.state == "ready":
-                self._move("answering", now)
+            self.failed_probes += 1
+            if self.state == "ready" and self.failed_probes >= self.probe_fails:
+                self.state = "answering"
             return
-        self.last_answer, self.last_answer_at, self.last_refusal = result, now, ""
+        self.last_answer, self.last_answer_at, self.last_refusal, self.failed_probes = result, now, "", 0
         if self.state != "ready":
             self.ready_at = self.ready_at or now
             self._enter("serving", now)
-            self._move("ready", now)
+            self.state = "ready"
 
     def _probe_is_due(self, now: float) -> bool:
         return self.last_answer_at is None or now - self.last_answer_at >= self.probe_every_s
@@ -130,9 +133,6 @@ class Loop:
     def _enter(self, phase: str, now: float) -> None:
         if phase != self.phase:
             self.phase, self.phase_since = phase, now
-
-    def _move(self, state: str, now: float) -> None:
-        self.state = state
 
 
 def _phases(lines: Iterable[str]) -> Iterable[str]:

@@ -32,6 +32,8 @@ from appliance.supervisor.health import Endpoint, answer, listening, port_refusa
 from appliance.supervisor.loop import Loop
 
 TICK_S = 0.5
+READY_TICK_S = 1.0
+MEMORY_EVERY_S = 30.0
 FIRST_ANSWER_TIMEOUT_S = 300.0
 STOP_MARGIN_S = 15.0
 KEPT_CACHES = 2
@@ -52,6 +54,7 @@ class Service:
         self.say = say
         self.key = key
         self._stop_signal = 0
+        self._may_interrupt = False
         self._began = time.time()
         self._status: dict[str, Any] = {"agent": status.agent_identity(), "version": __version__, "state": "starting",
                                         "sentence": "starting", "started_at": self._began, "last_answer_at": None}
@@ -78,9 +81,8 @@ class Service:
             raise TransientError(f"cannot listen on {listen.host}:{listen.port}", why=reason,
                                  do="stop the other program or set listen.port")
         self._publish(state="preparing", sentence="preparing: looking for the model")
-        name = obtain_model()
-        if self._stop_signal:
-            return
+        with self._interruptible():
+            name = obtain_model()
         self._publish(state="preparing", sentence="preparing: probing and planning")
         node = read_node(self.parsed, self.directories, self.worker_python, env=self.env, model_name=name)
         if refusal := node.plan.refused:
@@ -139,7 +141,11 @@ class Service:
                 self._publish_loop(loop, worker, now)
                 self.say(loop.sentence(now))
                 return
-            sentence = loop.tick(now)
+            with contextlib.suppress(KeyboardInterrupt), self._interruptible():
+                loop.tick(now)  # a probe may wait long for a hung engine: a signal ends the wait
+            if self._stop_signal:
+                continue
+            sentence = loop.sentence(now)
             self._publish_loop(loop, worker, now)
             if loop.state == "ready" and was != "ready" and loop.last_answer is not None:
                 self.say(f"ready: {endpoint.url}/v1 answered {loop.last_answer.text.strip()!r} in "
@@ -149,7 +155,7 @@ class Service:
             said, was = sentence, loop.state
             if loop.state == "failed":
                 return
-            time.sleep(TICK_S)
+            time.sleep(READY_TICK_S if loop.state == "ready" else TICK_S)
 
     def _describe(self, node: Node, rung: Rung, endpoint: Endpoint) -> None:
         kernels = {choice.name: choice.value for choice in node.plan.choices}
@@ -166,7 +172,7 @@ class Service:
     def _publish_loop(self, loop: Loop, worker: worker_process.WorkerTree, now: float) -> None:
         ready_after = loop.ready_at - self._began if loop.ready_at else None
         entering = loop.state != self._status["state"]
-        if loop.state == "ready" and (entering or now - self._status.get("memory_at", 0) > 10):
+        if loop.state == "ready" and (entering or now - self._status.get("memory_at", 0) > MEMORY_EVERY_S):
             self._status |= {"memory_bytes": _memory_bytes(worker), "memory_at": now}
         self._publish(state=loop.state, sentence=loop.sentence(now), phase=loop.phase, worker_pid=worker.pid,
                       last_answer_at=loop.last_answer_at, ready_after_s=ready_after,
@@ -192,12 +198,21 @@ class Service:
             yield
 
     @contextlib.contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Inside, a signal raises KeyboardInterrupt at once; elsewhere it is noted and acted on at the next turn."""
+        self._may_interrupt = not self._stop_signal
+        try:
+            yield
+        finally:
+            self._may_interrupt = False
+
+    @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         def note(number: int, _: FrameType | None) -> None:
-            if self._stop_signal == 0 and self._status["state"] == "preparing":
-                self._stop_signal = number
-                raise KeyboardInterrupt  # ends a running quantization at once
             self._stop_signal = number
+            if self._may_interrupt:
+                self._may_interrupt = False
+                raise KeyboardInterrupt
 
         before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
         try:

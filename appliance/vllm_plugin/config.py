@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -83,8 +83,12 @@ class CpuInt4Config(QuantizationConfig):  # type: ignore[misc]  # vLLM is not ty
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method for a layer named `prefix`; None leaves vLLM's own bf16 method in place."""
         from appliance.vllm_plugin.embedding import Int4TableMethod, KeptTableMethod
-        from appliance.vllm_plugin.linear import Int4LinearMethod
+        from appliance.vllm_plugin.linear import Int4LinearMethod, KeptLinearMethod
 
+        if self.fields.wide_residual:
+            from appliance.vllm_plugin.norm import register_norm
+
+            register_norm()  # the table is asked for first, before any norm is built
         if isinstance(layer, RoutedExperts):
             return None
         if isinstance(layer, VocabParallelEmbedding):
@@ -94,7 +98,7 @@ class CpuInt4Config(QuantizationConfig):  # type: ignore[misc]  # vLLM is not ty
             return Int4TableMethod(self.fields, self.table_group(prefix, head=head), prefix)
         if isinstance(layer, LinearBase):
             if self.ignores(prefix):
-                return UnquantizedLinearMethod()
+                return KeptLinearMethod()
             return Int4LinearMethod(self.fields, self.group_of(prefix), prefix)
         return None
 

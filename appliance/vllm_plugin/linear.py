@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from vllm.logger import init_logger
-from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.layers.linear import LinearMethodBase, RowParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.utils import set_weight_attrs
 
 from appliance.errors import ModelError
@@ -67,7 +67,16 @@ class Int4LinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is not t
         pack_layer(layer, self.fields, self.group, LINEAR)
 
     def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return multiply(layer, x, bias, self.fields)
+        wide = self.fields.wide_residual and isinstance(layer, RowParallelLinear) and torch.compiler.is_compiling()
+        return multiply(layer, x, bias, self.fields, wide=wide)
+
+
+class KeptLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]  # vLLM is not typed here
+    """A linear layer that stays bf16; takes the fp32 activations that `wide_residual` may hand it."""
+
+    def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        out: Tensor = super().apply(layer, x.to(torch.bfloat16), bias)
+        return out
 
 
 def create_parameters(
@@ -127,18 +136,19 @@ def threshold(fields: Int4Config) -> int:
     return fields.dequant_threshold if fields.prefill_dequant else sys.maxsize
 
 
-def multiply(layer: Module, x: Tensor, bias: Tensor | None, fields: Int4Config) -> Tensor:
-    """x bf16 [..., K] times the layer's weight, plus the bias: bf16 [..., N]."""
+def multiply(layer: Module, x: Tensor, bias: Tensor | None, fields: Int4Config, *, wide: bool = False) -> Tensor:
+    """x bf16 or fp32 [..., K] times the layer's weight, plus the bias: [..., N], fp32 if `wide`, else bf16."""
     packed: Packed = layer.int4
     shape = packed.shape
     flat = x.reshape(-1, shape.k)
     if not fields.use_custom_op and torch.compiler.is_compiling():
         # Traced once for every number of rows, so a branch on it would be frozen: always the safe route.
         weight = packed.kernel.whole(packed.tensors(layer), shape)
-        out = torch.mm(flat.to(weight.dtype), weight.t()).to(x.dtype)
+        out = torch.mm(flat.to(weight.dtype), weight.t()).to(torch.float32 if wide else torch.bfloat16)
     else:
         call = torch.ops.vllm.cpu_int4_linear if fields.use_custom_op else ops.int4_linear
-        out = call(flat, packed.tensors(layer), packed.kernel.name, shape.n, shape.k, shape.group, threshold(fields))
+        out = call(flat, packed.tensors(layer), packed.kernel.name, shape.n, shape.k, shape.group, threshold(fields),
+                   wide)
     if bias is not None:
         out = out + bias
     return out.view(*x.shape[:-1], shape.n)

@@ -21,19 +21,22 @@ def _shape(n: int, k: int, group: int) -> LayerShape:
 
 
 def int4_linear(
-    x: Tensor, tensors: list[Tensor], kernel: str, n: int, k: int, group: int, threshold: int
+    x: Tensor, tensors: list[Tensor], kernel: str, n: int, k: int, group: int, threshold: int, wide: bool
 ) -> Tensor:
-    """x bf16 [M, K], any strides, times an int4 weight: bf16 [M, N]. From `threshold` rows on by dequantizing."""
-    out = torch.empty((x.shape[0], n), dtype=x.dtype)
+    """x bf16 or fp32 [M, K], any strides, times an int4 weight: [M, N], fp32 if `wide`, else bf16.
+
+    From `threshold` rows on by dequantizing.
+    """
+    out = torch.empty((x.shape[0], n), dtype=torch.float32 if wide else torch.bfloat16)
     if x.shape[0]:
         kernel_named(kernel).linear(x.contiguous(), tensors, _shape(n, k, group), threshold, out)
     return out
 
 
 def _linear_meta(
-    x: Tensor, tensors: list[Tensor], kernel: str, n: int, k: int, group: int, threshold: int
+    x: Tensor, tensors: list[Tensor], kernel: str, n: int, k: int, group: int, threshold: int, wide: bool
 ) -> Tensor:
-    return x.new_empty((x.shape[0], n))
+    return x.new_empty((x.shape[0], n), dtype=torch.float32 if wide else torch.bfloat16)
 
 
 def int4_rows(ids: Tensor, tensors: list[Tensor], kernel: str, n: int, k: int, group: int) -> Tensor:

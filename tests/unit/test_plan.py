@@ -227,7 +227,7 @@ def test_the_worker_writes_only_below_its_places() -> None:
     places = Places(model="/m", cache="/c", tmp="/t", sockets="/s")
     env = make_plan(HOST, SMOLLM2, Settings(), places).full.env
     for name, value in env.items():
-        if value.startswith("/"):
+        if value.startswith("/") and name != "CXX":
             assert value.split("/")[1] in ("m", "c", "t", "s"), name
     assert len("/run/appliance/") < MAX_SOCKET_DIRECTORY
 
