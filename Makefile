@@ -7,7 +7,7 @@ TESTLIB := build/testlib
 export APPLIANCE_HOME ?= $(CURDIR)/.run
 # The worker's interpreter is found beside the agent's environment; nothing to configure.
 
-.PHONY: help run status chat stop test test-fast test-worker test-served test-system test-fields test-models bench lint lock goldens clean
+.PHONY: help run status chat test test-fast test-worker test-served test-fields bench lint lock goldens clean
 
 help:           ## This list.
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -37,8 +37,8 @@ test-fields: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed  ## Each config
 	$(AGENT)/bin/python -m pytest tests/served -m heavy
 
 bench: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed  ## Measurements: memory of `model add`, speed and memory of serving.
-	$(WORKER)/bin/python tests/bench/quantize_memory.py
-	$(AGENT)/bin/python tests/bench/serving.py
+	$(WORKER)/bin/python -m tests.bench.quantize_memory
+	$(AGENT)/bin/python -m tests.bench.serving
 
 lint: $(AGENT)/.test  ## ruff and mypy.
 	$(AGENT)/bin/ruff check .

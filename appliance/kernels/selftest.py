@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from appliance.errors import ConfigError, CpuNotSupported
+from appliance.errors import ConfigError, CpuNotSupported, TransientError
 from appliance.kernels import reference
 from appliance.kernels.host import TorchHost
 from appliance.kernels.registry import Kernel, LayerShape, kernels, torch_host
@@ -30,6 +30,7 @@ ROWS = (1, 2, 7)
 FLOOR_DB = 44.0
 """bf16 output rounding alone leaves about 55 dB; a wrong nibble anywhere leaves far less than 44."""
 THRESHOLD = 2
+DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +91,11 @@ def signal_db(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def check_at_start() -> None:
-    """Run the self-test in a child of this process, before vLLM starts its threads, and print one line.
+    """Run the self-test in a forked child and print one line; call it before this process has run anything parallel
+    (a child forked later waits for OpenMP threads that it does not have).
 
-    Raises ConfigError when this torch does not fit, CpuNotSupported when a kernel is wrong or dies by a signal.
+    Raises ConfigError when this torch does not fit, CpuNotSupported when a kernel is wrong or dies by a signal,
+    TransientError when the child does not end.
     """
     began = time.monotonic()
     host = torch_host()
@@ -107,7 +110,7 @@ def check_at_start() -> None:
             status = main([], quiet=True)
         finally:
             os._exit(status)
-    _, status = os.waitpid(child, 0)
+    status = _wait(child, deadline=began + DEADLINE_S)
     if os.WIFSIGNALED(status):
         name = signal.Signals(os.WTERMSIG(status)).name
         raise CpuNotSupported("the int4 kernels cannot run here", do="set ATEN_CPU_CAPABILITY=avx2 or lower",
@@ -117,6 +120,19 @@ def check_at_start() -> None:
                               why=f"the self-test under {host.capability} failed",
                               do="run `python -m appliance.kernels.selftest` with the worker's Python")
     print(f"int4 kernels agree with the reference ({host.capability}, {time.monotonic() - began:.1f} s)", flush=True)
+
+
+def _wait(child: int, *, deadline: float) -> int:
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise TransientError("the int4 self-test did not end", why=f"no result within {DEADLINE_S:.0f} s",
+                                 do="start again when the machine is less busy")
+        time.sleep(0.01)
 
 
 def main(argv: list[str], *, quiet: bool = False) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from appliance.errors import ConfigError, CpuNotSupported  # noqa: E402  # after the guard for the agent's environment
+from appliance.errors import ConfigError  # noqa: E402  # after the guard for the agent's environment
 from appliance.kernels import NAMES, reference, selftest  # noqa: E402
 from appliance.kernels.host import MM_OP, PACK_OP, gemm_dtype, int4_refusal, read_torch_host  # noqa: E402
 from appliance.kernels.registry import LayerShape, choose, kernel_named, kernels, torch_host  # noqa: E402
@@ -102,21 +104,29 @@ def test_the_layout_id_names_the_capability_and_the_release() -> None:
     assert kernel_named("aten").layout_id == f"aten-{release}-{torch.backends.cpu.get_cpu_capability().lower()}"
 
 
-def test_a_kernel_that_is_wrong_ends_the_start(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    real = reference.linear
-    monkeypatch.setattr(reference, "linear", lambda x, portable: real(x, portable) * 1.01)
-    with pytest.raises(CpuNotSupported, match="wrong results"):
-        selftest.check_at_start()
-    assert "aten direct, 2 rows: FAILED" in capfd.readouterr().out
+def start_check(before: str = "") -> subprocess.CompletedProcess[str]:
+    """The check at start in a process of its own, as in the worker: it forks, and this process has run OpenMP."""
+    code = f"from appliance.kernels import reference, selftest\n{before}\nselftest.check_at_start()\n"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=False)
 
 
-def test_the_start_prints_one_line(capfd: pytest.CaptureFixture[str]) -> None:
-    selftest.check_at_start()
-    lines = capfd.readouterr().out.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("int4 kernels agree with the reference (")
+def test_a_kernel_that_is_wrong_ends_the_start() -> None:
+    done = start_check("real = reference.linear\nreference.linear = lambda x, portable: real(x, portable) * 1.01")
+    assert done.returncode == 1
+    assert "CpuNotSupported: the int4 kernels give wrong results here" in done.stderr
+    assert "aten direct, 2 rows: FAILED" in done.stdout
+
+
+def test_the_start_prints_one_line() -> None:
+    done = start_check()
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1
+    assert done.stdout.startswith("int4 kernels agree with the reference (")
+
+
+def test_a_check_that_hangs_is_ended() -> None:
+    done = start_check("import time\nselftest.DEADLINE_S = 0.2\nselftest.run = lambda *_: time.sleep(60)")
+    assert "TransientError: the int4 self-test did not end" in done.stderr
 
 
 def test_the_reference_keeps_the_quality_floor() -> None:

@@ -44,8 +44,7 @@ class Served:
         return next((self.home / "store" / "objects").iterdir())
 
     def applianctl(self, *args: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "appliance.cli.main", *args], env=environment(self.home), input=stdin,
-                              capture_output=True, text=True, timeout=300, check=False)
+        return run_applianctl(self.home, *args, stdin=stdin)
 
     def record(self) -> list[dict[str, int]]:
         path = self.home / "record.jsonl"
@@ -60,6 +59,11 @@ class Served:
 def environment(home: Path, **more: str) -> dict[str, str]:
     return {"PATH": os.environ["PATH"], "HOME": str(home), "APPLIANCE_HOME": str(home), "APPLIANCE_WORKER_PYTHON": str(WORKER),
             "APPLIANCE_CONFIG": str(home / "appliance.yaml"), **more}
+
+
+def run_applianctl(home: Path, *args: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "appliance.cli.main", *args], env=environment(home), input=stdin,
+                          capture_output=True, text=True, timeout=300, check=False)
 
 
 def serve(home: Path, *args: str, settings: str = "", timeout: float = 900, **env: str) -> Served:

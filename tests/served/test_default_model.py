@@ -146,13 +146,22 @@ def test_case_009_014_015_offline_without_compiler_or_account(served: Served, ho
     for parent in (home.parent, *home.parent.parents[:2]):
         parent.chmod(0o755)
     subprocess.run(["chown", "-R", uid, str(home)], check=True)
-    command = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec setpriv --reuid 48213 --regid 48213 --clear-groups "$@"', "sh")
+    # It may read everything (this checkout can lie in a folder of root's own), and write nothing but its home.
+    drop = "setpriv --reuid 48213 --regid 48213 --clear-groups --inh-caps +dac_read_search --ambient-caps +dac_read_search"
+    command = ("unshare", "--net", "sh", "-c", f'ip link set lo up && exec {drop} "$@"', "sh")
     code, out = _serve_apart(home, command, tools)
     assert code == 0, out
     assert "cache used" in out
     assert "] ready: " in out
-    plan = json.loads((home / "run" / "status.json").read_text())
-    assert plan["state"] == "stopped"
+    assert json.loads((home / "run" / "status.json").read_text())["state"] == "stopped"
+    # Whatever the account owns outside its home lies in the short socket folder, and no socket is left there.
+    outside = [path for top in ("/tmp", "/var/tmp", "/dev/shm") for path in owned(Path(top), int(uid)) if home not in path.parents]
+    assert all(path.name.startswith(f"appliance-{uid}-") and path.is_dir() for path in outside if path != home), outside
+
+
+def owned(top: Path, uid: int) -> list[Path]:
+    found = subprocess.run(["find", str(top), "-xdev", "-uid", str(uid)], capture_output=True, text=True, check=False)
+    return [Path(line) for line in found.stdout.splitlines()]
 
 
 def _serve_apart(home: Path, command: tuple[str, ...], tools: Path) -> tuple[int, str]:
@@ -161,13 +170,14 @@ def _serve_apart(home: Path, command: tuple[str, ...], tools: Path) -> tuple[int
     process = subprocess.Popen(
         [*command, "env", f"PATH={tools}", sys.executable, "-m", "appliance.cli.main", "serve", "--port", "8099"], env=env,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True)
-    assert process.stdout is not None
     lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if "] ready: " in line:
-            process.send_signal(signal.SIGTERM)
-    return process.wait(timeout=60), "".join(lines)
+    with process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if "] ready: " in line:
+                process.send_signal(signal.SIGTERM)
+    return process.returncode, "".join(lines)
 
 
 def prompt_logprobs(client: openai.OpenAI, text: str) -> tuple[list[int], list[float]]:

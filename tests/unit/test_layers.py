@@ -10,9 +10,9 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "appliance"
 LAYERS = {
     1: ("errors", "facts", "settings", "quantize.format"),
-    2: ("plan", "threads", "budget", "launch", "ladder", "recovery", "doctor"),
-    3: ("probe", "store", "manifest", "disk", "directories", "digests", "importing", "supervisor.notify"),
-    4: ("quantize", "supervisor", "tune", "status", "jobs", "library", "node"),
+    2: ("plan", "threads", "budget", "launch", "recovery"),
+    3: ("probe", "store", "manifest", "disk", "directories", "digests", "importing"),
+    4: ("quantize", "supervisor", "status", "jobs", "library", "node"),
     5: ("cli",),
 }
 EDGE_B = ("vllm_plugin", "kernels", "worker")
@@ -92,6 +92,25 @@ def test_words_and_decisions_touch_nothing(path: Path) -> None:
 def test_heavy_libraries_are_imported_in_functions_only(path: Path) -> None:
     roots = {name.split(".")[0] for name in imports(path, top_level_only=True)}
     assert not roots & HEAVY
+
+
+def test_no_module_imports_itself_by_a_detour() -> None:
+    names = {module_of(path) for path in FILES}
+    edges = {
+        module_of(path): {t for n in imports(path, top_level_only=True) if (t := n.removeprefix("appliance.")) in names and t != module_of(path)}
+        for path in FILES
+    }
+    done: set[str] = set()
+
+    def walk(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, " -> ".join([*trail, module])
+        if module not in done:
+            for target in sorted(edges[module] - {""}):
+                walk(target, (*trail, module))
+            done.add(module)
+
+    for module in sorted(names):
+        walk(module, ())
 
 
 def test_only_the_edge_knows_the_command_line() -> None:

@@ -1,0 +1,126 @@
+"""Each field of `quantization_config` off its default, served against a compile cache that is warm for the default.
+
+Many vLLM starts (about 12 minutes on two cores): `make test-fields`. A field that changes the compiled graph must reach
+the compile key; if it did not, a start would load code built for the other graph.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from appliance import jobs
+from tests.served.conftest import ROOT, WORKER, environment, free_port, reference_logprobs, run_applianctl
+from tests.served.test_default_model import LIMIT, prompt_logprobs
+
+pytestmark = [pytest.mark.served, pytest.mark.heavy]
+TEXT = (ROOT / "LICENSE").read_text()[:2500]
+MODELS = {"default": (), "table4": ("--table-bits", "4"), "ignored": ("--ignore", "o_proj"), "group64": ("--group-size", "64", "--table-bits", "4")}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with four recipes of the default model, and a compile cache warmed by one start of the default."""
+    home = tmp_path_factory.mktemp("fields") / "home"
+    home.mkdir()
+    (home / "appliance.yaml").write_text("")
+    for name, flags in MODELS.items():
+        added = run_applianctl(home, "model", "add", "smollm2", "--name", name, *flags)
+        assert added.returncode == 0, added.stderr
+    with worker(home, "default", {}) as client:
+        prompt_logprobs(client, TEXT)
+    return home
+
+
+@contextmanager
+def worker(home: Path, model: str, fields: dict[str, Any], **env: str) -> Iterator[openai.OpenAI]:
+    """The planned worker with some config fields changed, until the block ends."""
+    plan = json.loads(run_applianctl(home, "plan", "--model", model, "--json").stdout)
+    rung = plan["rungs"][0]
+    argv, port = list(rung["argv"]), free_port()
+    where = argv.index("--hf-overrides") + 1
+    overrides = json.loads(argv[where])
+    overrides["quantization_config"] |= fields
+    if not overrides["quantization_config"]["wide_residual"]:
+        overrides.pop("head_dtype", None)
+    argv[where] = json.dumps(overrides)
+    argv[argv.index("--port") + 1] = str(port)
+    for folder in ("TMPDIR", "VLLM_RPC_BASE_PATH"):
+        Path(rung["env"][folder]).mkdir(parents=True, exist_ok=True)
+    log = home / "worker.log"
+    with open(log, "w") as out:
+        process = subprocess.Popen([WORKER, "-m", "appliance.worker", "serve", *argv], stdout=out, stderr=subprocess.STDOUT,
+                                   env={"PATH": os.environ["PATH"], **rung["env"], **env}, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 600
+        while not listening(port):
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=600, max_retries=0)
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def listening(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def difference(home: Path, model: str, client: openai.OpenAI) -> float:
+    ids, got = prompt_logprobs(client, TEXT)
+    digest = (home / "store" / "names" / model).read_text().strip()
+    want = reference_logprobs(home / "store" / "objects" / digest, [ids])[0]
+    return statistics.fmean(abs(a - b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        ("default", {"wide_residual": False}),
+        ("default", {"direct_dequant": False}),
+        ("default", {"use_custom_op": False}),
+        ("default", {"dequant_threshold": 8}),
+        ("default", {"prefill_dequant": False}),
+        ("default", {"kernel": "auto"}),
+        ("table4", {}),
+        ("ignored", {}),
+        ("group64", {}),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "-".join(f"{a}={b}" for a, b in v.items()),
+)
+def test_a_field_off_its_default_on_a_warm_cache(home: Path, model: str, fields: dict[str, Any]) -> None:
+    with worker(home, model, fields) as client:
+        value = difference(home, model, client)
+    print(f"{model} {fields}: mean |difference| {value:.4f}")
+    assert value <= LIMIT
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_the_environment_override_wins(home: Path, value: str) -> None:
+    with worker(home, "default", {"direct_dequant": value == "0"}, VLLM_OMNI_CPU_INT4_DIRECT_DEQUANT=value) as client:
+        assert difference(home, "default", client) <= LIMIT
+
+
+def test_the_contract_is_what_the_agent_expects() -> None:
+    assert jobs.worker_contract(str(WORKER), env=environment(Path("/nonexistent")))["contract"]["major"] == jobs.CONTRACT
