@@ -3,7 +3,7 @@
 All figures are bytes. A phase is a moment of the worker's life; the peak is the largest phase, not the sum:
 
     load     runtime + weights + the largest layer being packed
-    compile  runtime + weights + key/value cache + activations + the compiler (g++ runs beside the worker)
+    compile  runtime + weights + activations + the compiler (g++ runs beside the worker; no cache is allocated yet)
     warm-up  runtime + weights + key/value cache + activations of one full batch + logits
     serve    as warm-up; never larger
 
@@ -26,9 +26,10 @@ API_SERVER_BYTES = 620 * MIB
 """PSS of vLLM's API server process (Python, torch and vLLM imported, tokenizer). Measured: docs/benchmarks.md."""
 ENGINE_BYTES = 700 * MIB
 """PSS of the engine process without weights, cache and activations. Measured: docs/benchmarks.md."""
-COMPILE_BYTES = 700 * MIB
+COMPILE_BYTES = 500 * MIB
 """Inductor's graph memory plus one g++ at its peak. Measured: docs/benchmarks.md."""
-BASE_RESERVE_PERCENT = 10
+RESERVE_PERCENT = 10
+LEAST_RESERVE_BYTES = 128 * MIB
 MIN_CONTEXT = 2048
 """Below this many tokens a chat is not usable; a model whose own maximum is smaller may go down to that."""
 
@@ -85,7 +86,7 @@ def items(model: ModelFacts, shape: Shape, *, block: int, gemm_bytes: int) -> tu
         MemoryItem(item="weights: kept in bf16", bytes=model.kept_bytes, phases=always),
         MemoryItem(item="packing the largest layer", bytes=packing, phases=("load",)),
         MemoryItem(item="key/value cache", bytes=kv_bytes(model, shape.kv_tokens, block),
-                   phases=("compile", "warm-up", "serve")),
+                   phases=("warm-up", "serve")),
         MemoryItem(item="activations of one batch", bytes=activations, phases=("compile", "warm-up", "serve")),
         MemoryItem(item="logits", bytes=logits, phases=("warm-up", "serve")),
     ]
@@ -107,7 +108,7 @@ def peak(lines: Iterable[MemoryItem]) -> tuple[str, int]:
 
 def reserve_bytes(ceiling: int, wanted: int | None) -> int:
     """What stays free below the ceiling: the operator's figure, else 10 %, at least 128 MiB."""
-    return wanted if wanted is not None else max(ceiling * BASE_RESERVE_PERCENT // 100, 128 * MIB)
+    return wanted if wanted is not None else max(ceiling * RESERVE_PERCENT // 100, LEAST_RESERVE_BYTES)
 
 
 def show(size: int) -> str:

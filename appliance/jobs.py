@@ -53,7 +53,7 @@ def find_worker_python(settings: Settings, *, prefix: str = sys.prefix, packaged
     beside = str(Path(prefix).parent / ".venv-worker/bin/python")
     places = [settings.worker.python] if settings.worker.python else [packaged, beside]
     for place in places:
-        if os.access(place, os.X_OK) and not Path(place).is_dir():
+        if os.access(place, os.X_OK, effective_ids=True) and not Path(place).is_dir():
             return place
     raise ConfigError("the worker's Python is missing", why=f"not found: {', '.join(places)}",
                       do="install the worker's environment, or set worker.python")

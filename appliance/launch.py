@@ -13,11 +13,11 @@ a unit cannot change what was planned. Rules:
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from appliance.errors import ConfigError
 from appliance.settings import Settings
 
 PLUGIN = "cpu_int4"
@@ -38,9 +38,21 @@ PLANNED_FLAGS = (
     "--model", "--served-model-name", "--host", "--port", "--uds", "--dtype", "--max-model-len", "--max-num-seqs",
     "--max-num-batched-tokens", "--max-num-queued-reqs", "--kv-cache-memory-bytes", "--block-size", "--hf-overrides",
     "--model-loader-extra-config", "--shutdown-timeout", "--enforce-eager", "--ssl-certfile", "--ssl-keyfile",
+    "--compilation-config", "--optimization-level", "--tensor-parallel-size", "--data-parallel-size",
+    "--pipeline-parallel-size", "--quantization", "--api-key", "--config",
 )
+"""What the plan or a setting decides; `worker.extra_args` may not say it again."""
+
+CAPABILITIES = ("default", "avx2", "avx512")
+"""torch's dispatch levels, lowest first."""
 
 FORBIDDEN_ENV: Mapping[str, str] = {
+    "OMP_NUM_THREADS": "use cpu.threads",
+    "APPLIANCE_WORKER_CPUS": "use cpu.cpus",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "threads and memory are planned for one engine process",
+    "VLLM_API_KEY": "use api_key_file",
+    "HF_HUB_OFFLINE": "the service never asks a hub",
+    "TRANSFORMERS_OFFLINE": "the service never asks a hub",
     "VLLM_CPU_KVCACHE_SPACE": "it overrides the planned key/value cache size",
     "NOTIFY_SOCKET": "only the agent talks to systemd",
     "WATCHDOG_USEC": "only the agent talks to systemd",
@@ -114,7 +126,7 @@ def argv(dials: Dials, places: Places, settings: Settings) -> tuple[str, ...]:
 
 
 def env(dials: Dials, places: Places, settings: Settings) -> dict[str, str]:
-    """The worker's whole environment but PATH. Raises ConfigError when `worker.env` breaks what the plan relies on."""
+    """The worker's whole environment but PATH; `worker.env` has passed `env_refusal`."""
     own = {
         "CXX": (dials.compiler or "") if dials.compile else "",
         "VLLM_LOGGING_LEVEL": "INFO",  # the phases of a start are read from the log
@@ -149,28 +161,37 @@ def env(dials: Dials, places: Places, settings: Settings) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    for name, value in settings.worker.env.items():
-        if name in FORBIDDEN_ENV:
-            raise ConfigError(f"worker.env may not set {name}", why=FORBIDDEN_ENV[name], do="remove it from worker.env")
-        if name == "VLLM_PLUGINS" and PLUGIN not in value.split(","):
-            raise ConfigError("worker.env sets VLLM_PLUGINS without cpu_int4", why="the model could not be loaded",
-                              do=f"set VLLM_PLUGINS to {PLUGIN},{value} or remove it")
-        own[name] = value
+    own |= settings.worker.env
+    # The operator may lower torch's dispatch level (a workaround), never raise it above the rung's.
+    wanted = own["ATEN_CPU_CAPABILITY"]
+    own["ATEN_CPU_CAPABILITY"] = min((wanted, dials.capability), key=_level)
     return {name: value for name, value in own.items() if value != ""}
 
 
 def extra_args_refusal(extra: Sequence[str]) -> str | None:
     """Why these arguments may not be added: they would overrule what was planned, or show a secret; None if they may.
 
-    vLLM takes `_` for `-` and unambiguous beginnings of a flag, so both count.
+    vLLM takes `_` for `-`, unambiguous beginnings of a flag, `--flag.key value` for a part of a JSON flag, `--no-flag`
+    and a few short forms; all of them count.
     """
     for word in extra:
-        flag = word.partition("=")[0].replace("_", "-")
-        if not flag.startswith("--") or len(flag) < 4:
-            continue
-        for planned in (*PLANNED_FLAGS, "--api-key", "--quantization", "--config"):
-            if planned == flag or planned.startswith(flag):
-                return f"{word.partition('=')[0]} is decided by the plan"
+        flag = word.partition("=")[0].partition(".")[0].replace("_", "-")
+        flag = "--" + flag[5:] if flag.startswith("--no-") else flag
+        short = re.match(r"-(q|O|cc|tp|dp|pp)", flag)
+        if short or (flag.startswith("--") and any(name.startswith(flag) for name in PLANNED_FLAGS)):
+            return f"{word} is decided by the plan"
+    return None
+
+
+def env_refusal(env: Mapping[str, str]) -> str | None:
+    """Why these variables may not be set in `worker.env`: each breaks what the plan relies on; None if they may."""
+    for name, value in env.items():
+        if name in FORBIDDEN_ENV:
+            return f"{name} is not yours to set: {FORBIDDEN_ENV[name]}"
+        if value == "":
+            return f"{name} has no value"
+        if name == "VLLM_PLUGINS" and PLUGIN not in value.split(","):
+            return f"VLLM_PLUGINS without {PLUGIN} keeps the 4-bit model from being loaded"
     return None
 
 
@@ -179,3 +200,8 @@ def narrowed(dials: Dials, **changes: Any) -> Dials:
     changed = replace(dials, **changes)
     wide = bool(changed.quantization.get("wide_residual")) and changed.compile
     return replace(changed, quantization={**changed.quantization, "wide_residual": wide})
+
+
+def _level(capability: str) -> int:
+    """The rank of a dispatch level; a name that torch does not know ranks highest, so it is never chosen."""
+    return CAPABILITIES.index(capability) if capability in CAPABILITIES else len(CAPABILITIES)

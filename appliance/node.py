@@ -19,7 +19,7 @@ from appliance.facts import HostFacts, ModelFacts
 from appliance.jobs import worker_contract
 from appliance.launch import MAX_SOCKET_DIRECTORY, Places
 from appliance.library import active_name
-from appliance.plan import Plan, make_plan
+from appliance.plan import Plan, early_refusal, make_plan
 from appliance.probe.host import read_host
 from appliance.probe.model import read_model
 from appliance.settings import Parsed
@@ -63,6 +63,16 @@ def places(directories: Directories, *, model_path: Path, fingerprint: str) -> P
         mark = hashlib.sha256(sockets.encode()).hexdigest()[:8]
         sockets = f"/tmp/appliance-{os.geteuid()}-{mark}"
     return Places(model=str(model_path), cache=str(cache), tmp=str(cache / "tmp"), sockets=sockets)
+
+
+def refuse_early(parsed: Parsed, directories: Directories, worker_python: str, *, env: Mapping[str, str]) -> None:
+    """Raise what this machine or these settings refuse whatever the model is, before a model is quantized for them."""
+    contract = worker_contract(worker_python, env=env)
+    host = read_host("/", store=directories.store)
+    if refusal := early_refusal(host, parsed.settings, kernels=tuple(contract["kernels"])):
+        raise refusal.error()
+    if missing := software_refusal(host):
+        raise missing
 
 
 def _without_own_worker(host: HostFacts, directories: Directories) -> HostFacts:

@@ -93,15 +93,13 @@ def make_plan(
     places: Places,
     *,
     kernels: tuple[str, ...] = ("aten",),
-    measured: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Plan one worker for `model` on `host`. Never raises for a misfit: `Plan.refused` then says what would fit.
 
-    `kernels`: what the worker's contract offers. `measured`: numbers of `tune`, empty until a node has been measured.
+    `kernels`: what the worker's contract offers.
     """
-    for refusal in (_host_refusal(host), _settings_refusal(settings, host, kernels)):
-        if refusal:
-            return _refused(host, model, refusal, ())
+    if refusal := early_refusal(host, settings, kernels=kernels):
+        return _refused(host, model, refusal, ())
     tier = host.cpu.tier or "scalar"
     choices: list[Choice] = [_tier_choice(host)]
     threads = choose_threads(host.topology, settings)
@@ -137,11 +135,7 @@ def make_plan(
         kv_bytes=budget.kv_bytes(model, shape.kv_tokens, BLOCK), block=BLOCK, compile=shape.compile,
         capability=launch.ATEN_CAPABILITY[tier], compiler=host.software.compiler, drain_s=settings.drain_s,
     )
-    try:
-        rungs = tuple(_rung(name, changed, dials, places, settings) for name, changed in _ladder(dials, model, shape))
-    except ApplianceError as error:
-        return _refused(host, model, Refusal(exit_code=error.exit_code, what=error.what, why=error.why, do=error.do),
-                        tuple(choices))
+    rungs = tuple(_rung(name, changed, dials, places, settings) for name, changed in _ladder(dials, model, shape))
     phase, peak = budget.peak(lines)
     return Plan(schema=SCHEMA, fingerprint=host.fingerprint, model=model.name, tier=host.cpu.tier, rungs=rungs,
                 memory=lines, peak_phase=phase, peak_bytes=peak, ceiling_bytes=ceiling, usable_bytes=usable,
@@ -152,6 +146,11 @@ def _refused(host: HostFacts, model: ModelFacts, refusal: Refusal, choices: tupl
     return Plan(schema=SCHEMA, fingerprint=host.fingerprint, model=model.name, tier=host.cpu.tier, rungs=(), memory=(),
                 peak_phase="", peak_bytes=0, ceiling_bytes=host.memory.ceiling_bytes, usable_bytes=None,
                 choices=choices, refused=refusal)
+
+
+def early_refusal(host: HostFacts, settings: Settings, *, kernels: tuple[str, ...]) -> Refusal | None:
+    """What is refused whatever the model is: asked before anything that takes minutes."""
+    return _host_refusal(host) or _settings_refusal(settings, host, kernels)
 
 
 # ---- gates ---------------------------------------------------------------------------------------------------------
@@ -195,6 +194,8 @@ def _settings_refusal(settings: Settings, host: HostFacts, kernels: tuple[str, .
     if reason := launch.extra_args_refusal(settings.worker.extra_args):
         return Refusal(exit_code=78, what="worker.extra_args is refused", why=reason,
                        do="use the setting of that name, or leave it to the plan")
+    if reason := launch.env_refusal(settings.worker.env):
+        return Refusal(exit_code=78, what="worker.env is refused", why=reason, do="remove it from worker.env")
     return None
 
 
@@ -258,15 +259,16 @@ def _ceiling(host: HostFacts, settings: Settings) -> tuple[int | None, str]:
 
 
 def _usable(host: HostFacts, ceiling: int | None, settings: Settings) -> int | None:
-    """What the worker may use: the ceiling less its reserve; never more than is free below the node's own ceiling, nor
-    than the host has free now."""
+    """What the worker may use: the ceiling less its reserve; and of what is free below the node's own ceiling and on
+    the host now, all but the operator's reserve (or 128 MiB)."""
     if ceiling is None:
         return None
     usable = ceiling - budget.reserve_bytes(ceiling, settings.memory.reserve)
-    if host.memory.ceiling_bytes is not None:
-        usable = min(usable, host.memory.ceiling_bytes - (host.memory.used_bytes or 0))
+    keep = settings.memory.reserve if settings.memory.reserve is not None else budget.LEAST_RESERVE_BYTES
+    if host.memory.ceiling_bytes is not None and host.memory.used_bytes is not None:
+        usable = min(usable, host.memory.ceiling_bytes - host.memory.used_bytes - keep)
     if host.memory.available_bytes is not None:
-        usable = min(usable, host.memory.available_bytes)
+        usable = min(usable, host.memory.available_bytes - keep)
     return max(usable, 0)
 
 
@@ -355,7 +357,8 @@ def _ladder(dials: Dials, model: ModelFacts, shape: Shape) -> Iterator[tuple[str
         changes = {**changes, "context": half, "kv_bytes": budget.kv_bytes(model, half, BLOCK)}
         yield "short-context", changes
     running = max(1, dials.running // 4)
-    yield "small-batch", {**changes, "batch_tokens": max(128, running), "running": running}
+    queued = running + dials.queued - dials.running
+    yield "small-batch", {**changes, "batch_tokens": max(128, running), "running": running, "queued": queued}
     lower = LOWER_CAPABILITY.get(dials.capability)
     if lower:
         yield "lower-isa", {"capability": lower, "compile": False}

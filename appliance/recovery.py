@@ -26,13 +26,13 @@ SIGILL, SIGKILL, SIGSEGV, SIGBUS = 4, 9, 11, 7
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """How a worker ended. `status`: as subprocess reports it (negative = signal); `oom_kills`: growth of the count."""
+    """How a worker ended. `status`: as subprocess reports it (negative = signal); `oom_kills`: growth of the counter,
+    None where it cannot be read."""
 
     status: int
     phase: str
     log: Sequence[str] = ()
-    oom_kills: int = 0
-    stopped_by_us: bool = False
+    oom_kills: int | None = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,7 @@ class Fault:
         return self.error(self.what, why=self.why, do=self.do)
 
 
+ERRORS = {cls.__name__: cls for cls in ApplianceError.__subclasses__()}
 LOG_SIGNAL = re.compile(r"died unexpectedly \(exit code: -(\d+)\)")
 RULES: tuple[tuple[str, str, type[ApplianceError], str, str], ...] = (
     # pattern in the log, name, class, why, do
@@ -78,23 +79,26 @@ def classify(evidence: Evidence) -> Fault:
     if not signal and (match := LOG_SIGNAL.search(text)):
         signal = int(match[1])
     while_doing = f"while {evidence.phase}" if evidence.phase else ""
-    if evidence.oom_kills > 0 or (signal == SIGKILL and not evidence.stopped_by_us):
-        why = "the kernel's OOM killer ended it"
-        if not evidence.oom_kills:
-            why = "killed by signal 9, most often for memory"
-        return Fault(name="oom-kill" if evidence.oom_kills else "killed", error=DoesNotFit,
-                     what=f"the worker died {while_doing}".rstrip(), why=why,
+    died = f"the worker died {while_doing}".rstrip()
+    if evidence.oom_kills or (signal == SIGKILL and evidence.oom_kills is None):
+        why = "the kernel's OOM killer ended it" if evidence.oom_kills else "killed by signal 9, most often for memory"
+        return Fault(name="oom-kill" if evidence.oom_kills else "killed", error=DoesNotFit, what=died, why=why,
                      do="raise the memory ceiling, or lower context")
+    if signal == SIGKILL:
+        return Fault(name="killed", error=TransientError, what=died, why="killed by signal 9, and not for memory",
+                     do="start again")
     if signal == SIGILL:
-        return Fault(name="unsupported-isa", error=CpuNotSupported, what=f"the worker died {while_doing}".rstrip(),
+        return Fault(name="unsupported-isa", error=CpuNotSupported, what=died,
                      why="illegal instruction (signal 4): code for a CPU this is not",
                      do="report it with `applianctl probe --json`")
     if signal:
-        return Fault(name="crash", error=TransientError, what=f"the worker died {while_doing}".rstrip(),
+        return Fault(name="crash", error=TransientError, what=died,
                      why=f"signal {signal}", do="start again; see the worker's log")
     for line in reversed(evidence.log):
         if match := re.match(r"appliance worker: (.+)", line):
-            return _own(match[1], evidence.status)
+            return _own(match[1], by_exit_code(evidence.status))
+        if match := re.search(r"appliance\.errors\.(\w+): (.+)", line):  # raised by the plugin in the engine process
+            return _own(match[2], ERRORS.get(match[1], TransientError))
     for pattern, name, error, why, do in RULES:
         if re.search(pattern, text):
             return Fault(name=name, error=error, what=f"the worker ended {while_doing}".rstrip(), why=why, do=do)
@@ -102,8 +106,8 @@ def classify(evidence: Evidence) -> Fault:
                  why=last_telling_line(evidence.log) or f"exit status {evidence.status}", do="see the worker's log")
 
 
-def _own(sentence: str, status: int) -> Fault:
-    return Fault(name="refused-by-worker", error=by_exit_code(status), what=sentence, why="", do="")
+def _own(sentence: str, error: type[ApplianceError]) -> Fault:
+    return Fault(name="refused-by-worker", error=error, what=sentence, why="", do="")
 
 
 def last_telling_line(log: Sequence[str]) -> str:

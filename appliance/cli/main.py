@@ -106,6 +106,16 @@ def main(argv: list[str] | None = None) -> Any:
         # The reader (`| head`) has gone; keep Python from complaining again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except Exception as error:
+        import traceback
+
+        # A defect of ours: still one line and its own code; the whole story for the report on request.
+        if os.environ.get("APPLIANCE_DEBUG"):
+            traceback.print_exc()
+        told = " ".join(str(error).split()) or "no message"
+        click.echo(f"applianctl: a defect: {type(error).__name__}: {told}; report it with the output of "
+                   "APPLIANCE_DEBUG=1 applianctl ...", err=True)
+        sys.exit(ApplianceError.exit_code)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from appliance import library
+from appliance import library, status
 from appliance.cli.application import Application
-from appliance.errors import ModelError, StoreError
+from appliance.errors import ModelError, NotReachable, StoreError, UsageError
 from appliance.store import Store, Stored
 
 _application = click.make_pass_decorator(Application)
@@ -152,7 +152,14 @@ def verify(app: Application, name: str | None) -> None:
 def remove(app: Application, name: str, force: bool) -> None:
     """Remove a name, and its files when no other name needs them."""
     active = library.active_name(app.parsed, app.directories)
-    freed = Store(app.directories.store).remove(name, in_use=active, force=force)
+    store = Store(app.directories.store)
+    try:
+        running = status.read(app.directories.runtime).get("digest")
+    except NotReachable:
+        running = None
+    if running and not force and store.names().get(name) == running:
+        raise UsageError(f"{name} is being served now", do="stop the service first, or use --force")
+    freed = store.remove(name, in_use=active, force=force)
     click.echo(f"{name}: removed, {_size(freed)} freed")
 
 

@@ -158,17 +158,24 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def quant_method(config: Mapping[str, Any]) -> str | None:
-    """`quant_method` of a configuration, wherever a writer puts it; None for plain weights."""
+def quantization_config(config: Mapping[str, Any]) -> Any:
+    """The quantization section of a configuration, wherever a writer puts it; None for plain weights."""
     for place in (config, config.get("text_config") or {}):
         for key in ("quantization_config", "compression_config"):
-            raw = place.get(key)
-            if raw:
-                named = raw.get("quant_method") if isinstance(raw, Mapping) else None
-                if named is None and isinstance(raw, Mapping) and (raw.get("load_in_4bit") or raw.get("load_in_8bit")):
-                    named = "bitsandbytes"
-                return str(named or "an unnamed quantization method")
+            if place.get(key):
+                return place[key]
     return None
+
+
+def quant_method(config: Mapping[str, Any]) -> str | None:
+    """`quant_method` of a configuration; None for plain weights."""
+    raw = quantization_config(config)
+    if not raw:
+        return None
+    named = raw.get("quant_method") if isinstance(raw, Mapping) else None
+    if named is None and isinstance(raw, Mapping) and (raw.get("load_in_4bit") or raw.get("load_in_8bit")):
+        named = "bitsandbytes"
+    return str(named or "an unnamed quantization method")
 
 
 def weight_files(path: Path) -> list[Path]:

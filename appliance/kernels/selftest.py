@@ -13,12 +13,13 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import torch
 
-from appliance.errors import ConfigError, CpuNotSupported, TransientError
+from appliance.errors import ConfigError, CpuNotSupported, DoesNotFit, TransientError
 from appliance.kernels import reference
 from appliance.kernels.host import TorchHost
 from appliance.kernels.registry import Kernel, LayerShape, kernels, torch_host
@@ -31,6 +32,7 @@ FLOOR_DB = 44.0
 """bf16 output rounding alone leaves about 55 dB; a wrong nibble anywhere leaves far less than 44."""
 THRESHOLD = 2
 DEADLINE_S = 120.0
+CRASHED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,15 +107,23 @@ def check_at_start() -> None:
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
-        status = 1
+        status = CRASHED
         try:
             status = main([], quiet=True)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
     status = _wait(child, deadline=began + DEADLINE_S)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+        raise DoesNotFit("the int4 self-test was killed", why="most likely memory ran out",
+                         do="free memory or raise the memory ceiling")
+    if os.WEXITSTATUS(status) == CRASHED:
+        raise TransientError("the int4 self-test broke off", why="see the traceback above", do="start again")
     if os.WIFSIGNALED(status):
         name = signal.Signals(os.WTERMSIG(status)).name
-        raise CpuNotSupported("the int4 kernels cannot run here", do="set ATEN_CPU_CAPABILITY=avx2 or lower",
+        raise CpuNotSupported("the int4 kernels cannot run here",
+                              do="set ATEN_CPU_CAPABILITY to avx2 or default in worker.env",
                               why=f"the self-test under {host.capability} died by {name}")
     if os.WEXITSTATUS(status):
         raise CpuNotSupported("the int4 kernels give wrong results here",

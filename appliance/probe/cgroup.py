@@ -210,12 +210,12 @@ def _unescape(field: str) -> str:
     return field
 
 
-def read_oom_kills(tree: Tree) -> int:
-    """How often the kernel's OOM killer struck in the own group, as far as its counter can be read (else 0)."""
+def read_oom_kills(tree: Tree) -> int | None:
+    """How often the kernel's OOM killer struck in the own group; None where its counter cannot be read."""
     hierarchy = read_hierarchy(tree, "memory")
     name = "memory.events" if hierarchy.version == 2 else "memory.oom_control"
     for folder in hierarchy.folders:
-        text = tree.read(f"{folder}/{name}")
-        if text is not None:
-            return parse_stat(text).get("oom_kill", 0)
-    return 0
+        counted = parse_stat(tree.read(f"{folder}/{name}"))
+        if "oom_kill" in counted:
+            return counted["oom_kill"]
+    return None

@@ -28,6 +28,12 @@ def parse_meminfo(text: str | None) -> dict[str, int]:
     return sizes
 
 
+def _held(tree: Tree, source: str, total: int | None, available: int | None) -> int | None:
+    if source == HOST_MEMORY:
+        return total - available if total is not None and available is not None else None
+    return read_held_bytes(tree, posixpath.dirname(source))
+
+
 def read_memory(tree: Tree) -> MemoryFacts:
     sizes = parse_meminfo(tree.read("/proc/meminfo"))
     total, available = sizes.get("MemTotal"), sizes.get("MemAvailable")
@@ -36,11 +42,9 @@ def read_memory(tree: Tree) -> MemoryFacts:
     if total is not None:
         bounds.append((total, HOST_MEMORY))
     ceiling, source = min(bounds, key=lambda bound: bound[0], default=(None, ""))
-    used = None
-    if source == HOST_MEMORY:
-        used = total - available if total is not None and available is not None else None
-    elif source:
-        used = read_held_bytes(tree, posixpath.dirname(source))
+    # A wider limit that is nearly full can leave less than the lowest one: its headroom counts then.
+    rooms = [limit - held for limit, where in bounds if (held := _held(tree, where, total, available)) is not None]
+    used = max(0, ceiling - min(rooms)) if rooms and ceiling is not None else None
     return MemoryFacts(
         total_bytes=total,
         available_bytes=available,

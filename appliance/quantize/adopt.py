@@ -15,7 +15,7 @@ from typing import Any
 from appliance.errors import ModelError
 from appliance.importing.folder import has_chat_template
 from appliance.importing.safetensors import Entry, read_header
-from appliance.importing.source import Source, merge_headers, read_config
+from appliance.importing.source import Source, merge_headers, quantization_config, read_config
 from appliance.quantize.format import PACKED, SCALE, ZERO, Int4Config, parse_config
 
 COPY_BYTES = 8 << 20
@@ -24,7 +24,7 @@ COPY_BYTES = 8 << 20
 def adopt(source: Source, out: Path, event: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Check and copy an inspected `cpu_int4` folder into the empty directory `out`; returns the report."""
     config = read_config(source.path)
-    int4 = parse_config(config["quantization_config"])
+    int4 = parse_config(quantization_config(config))
     merged = merge_headers(source.path, {file: read_header(file) for file in source.weights})
     entries = {name: entry for name, (_, entry) in merged.items()}
     layers, kept = check_layers(entries, int4, source.path)

@@ -86,6 +86,9 @@ def parse_recipe(raw: Mapping[str, Any]) -> Recipe:
 def plan_layers(tensors: Iterable[StoredTensor], recipe: Recipe, config: Mapping[str, Any]) -> LayerPlan:
     """Decide every tensor. `config`: the model's config.json value. Raises ModelError when nothing can be quantized."""
     tensors = list(tensors)
+    for pattern in recipe.ignore:
+        if not any(_named(t.name.removesuffix(".weight"), (pattern,)) for t in tensors):
+            raise UsageError(f"--ignore {pattern} names no layer of this model", do="see its layers with `model show`")
     parameters = sum(t.parameters for t in tensors)
     lattice = any(t.kind in LATTICE for t in tensors)
     small = parameters < SMALL_MODEL_PARAMETERS
@@ -131,7 +134,11 @@ def _choose(
     def kept(reason: str) -> Choice:
         return Choice(tensor=t, group=None, reason=reason, reported=len(t.shape) >= 2)
 
-    reason = kept_tables if is_table(t.name) and t.is_float else _not_linear(t, recipe)
+    if is_table(t.name) and t.is_float:
+        named = _named(t.name.removesuffix(".weight"), recipe.ignore)
+        reason = kept_tables or ("named in the recipe's ignore list" if named else None)
+    else:
+        reason = _not_linear(t, recipe)
     if reason:
         return kept(reason)
     if transposed and not is_table(t.name):

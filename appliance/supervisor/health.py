@@ -6,6 +6,7 @@ vLLM's `/health` reads two flags and says yes while its engine hangs; so `answer
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import json
 import socket
@@ -14,6 +15,8 @@ import time
 from dataclasses import dataclass
 
 import psutil
+
+from appliance.errors import ConfigError, TransientError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,13 @@ class Answer:
     seconds: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Busy:
+    """The worker answered that its queue is full: it lives, and has no room for a probe."""
+
+    sentence: str
+
+
 def listening(endpoint: Endpoint, *, timeout_s: float = 2.0) -> bool:
     """Whether `/health` answers 200. Not a proof that the engine works."""
     with contextlib.suppress(OSError, http.client.HTTPException):
@@ -60,8 +70,8 @@ def listening(endpoint: Endpoint, *, timeout_s: float = 2.0) -> bool:
     return False
 
 
-def answer(endpoint: Endpoint, *, model: str, timeout_s: float, tokens: int = 2) -> Answer | str:
-    """Generate `tokens` tokens; returns the answer, or one sentence why there is none."""
+def answer(endpoint: Endpoint, *, model: str, timeout_s: float, tokens: int = 2) -> Answer | Busy | str:
+    """Generate `tokens` tokens; returns the answer, `Busy`, or one sentence why there is none."""
     began = time.monotonic()
     body = json.dumps({"model": model, "prompt": "The capital of France is", "max_tokens": tokens, "temperature": 0,
                        "ignore_eos": True})
@@ -77,6 +87,8 @@ def answer(endpoint: Endpoint, *, model: str, timeout_s: float, tokens: int = 2)
         return f"no answer within {timeout_s:g} s"
     except (OSError, http.client.HTTPException) as error:
         return f"the connection failed: {error or type(error).__name__}"
+    if response.status in (429, 503):
+        return Busy(sentence=f"the queue is full (status {response.status})")
     if response.status != 200:
         return f"the worker answered status {response.status}: {data[:200].decode('utf-8', 'replace')}"
     try:
@@ -90,24 +102,28 @@ def answer(endpoint: Endpoint, *, model: str, timeout_s: float, tokens: int = 2)
     return Answer(text=text, tokens=count, seconds=time.monotonic() - began)
 
 
-def port_refusal(host: str, port: int) -> str | None:
-    """Why this address cannot be bound now, with the holder's name and pid where they can be seen; None if it can.
+def check_port(host: str, port: int) -> None:
+    """Try to bind this address. Raises TransientError when it is taken, naming the holder where it can be seen, and
+    ConfigError when it can never be bound here.
 
     Connections in TIME_WAIT do not count: a restart may bind at once.
     """
+    what = f"cannot listen on {host}:{port}"
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
             probe.listen(1)
-        except PermissionError:
-            return f"port {port} needs the right to bind ports below 1024"
-        except OSError as error:
-            if isinstance(error, socket.gaierror):
-                return f"{host} is not an address of this machine"
-            return f"port {port} is taken" + _holder(port)
-    return None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise TransientError(what, why=f"port {port} is taken" + _holder(port),
+                                 do="stop the other program or set listen.port") from None
+        if error.errno == errno.EACCES:
+            raise ConfigError(what, why=f"binding port {port} is not permitted to this account",
+                              do="set listen.port to 1024 or more") from None
+        raise ConfigError(what, why=error.strerror or str(error),
+                          do="set listen.host to an address of this machine") from None
 
 
 def _holder(port: int) -> str:

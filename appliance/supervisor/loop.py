@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from appliance.recovery import Evidence, Fault, classify
-from appliance.supervisor.health import Answer
+from appliance.supervisor.health import Answer, Busy
 
-STATES = ("starting", "loading", "answering", "ready", "stopping", "stopped", "failed")
+FIRST_TIMEOUT_S = 300.0
+LATER_TIMEOUT_S = 60.0
 
 PHASES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), phase)
@@ -55,15 +56,13 @@ class Loop:
 
     worker: Worker
     listening: Callable[[], bool]
-    answer: Callable[[], Answer | str]
-    oom_kills: Callable[[], int]
-    started_at: float
+    answer: Callable[[float], Answer | Busy | str]
+    oom_kills: Callable[[], int | None]
     probe_every_s: float = 60.0
     probe_fails: int = 3
     failed_probes: int = 0
     state: str = "starting"
     phase: str = "starting the worker"
-    phase_since: float = 0.0
     ready_at: float | None = None
     last_answer_at: float | None = None
     last_answer: Answer | None = None
@@ -73,17 +72,17 @@ class Loop:
 
     def tick(self, now: float) -> str:
         """Look once, move at most one state, return the sentence."""
-        self._read_log(now)
+        self._read_log()
         status = self.worker.status()
         if status is not None and self.state not in ("stopping", "stopped", "failed"):
-            self._read_log(now)
+            self._read_log()
             self.fault = classify(
                 Evidence(status=status, phase=self.phase, log=tuple(self.tail), oom_kills=self.oom_kills()))
             self.state = "failed"
         elif self.state == "starting":
             self.state = "loading"
         elif self.state == "loading" and self.listening():
-            self._enter("waiting for the first answer", now)
+            self.phase = "waiting for the first answer"
             self.state = "answering"
         elif self.state == "answering" or (self.state == "ready" and self._probe_is_due(now)):
             self._probe(now)
@@ -98,16 +97,20 @@ class Loop:
             return f"answering: {self.last_refusal}"
         return f"{self.state}: {self.phase}"
 
-    def stopping(self, now: float) -> None:
-        self._enter("finishing running requests", now)
+    def stopping(self) -> None:
+        self.phase = "finishing running requests"
         self.state = "stopping"
 
-    def stopped(self, now: float) -> None:
-        self._enter("the worker has ended", now)
+    def stopped(self) -> None:
+        self.phase = "the worker has ended"
         self.state = "stopped"
 
     def _probe(self, now: float) -> None:
-        result = self.answer()
+        # Unknown speed at first; once it has answered, a minute is long for two tokens.
+        result = self.answer(LATER_TIMEOUT_S if self.ready_at else FIRST_TIMEOUT_S)
+        if isinstance(result, Busy):
+            self.last_refusal = result.sentence  # a full queue is work, not sickness
+            return
         if isinstance(result, str):
             self.last_refusal = result
             self.failed_probes += 1
@@ -117,22 +120,19 @@ class Loop:
         self.last_answer, self.last_answer_at, self.last_refusal, self.failed_probes = result, now, "", 0
         if self.state != "ready":
             self.ready_at = self.ready_at or now
-            self._enter("serving", now)
+            self.phase = "serving"
             self.state = "ready"
 
     def _probe_is_due(self, now: float) -> bool:
         return self.last_answer_at is None or now - self.last_answer_at >= self.probe_every_s
 
-    def _read_log(self, now: float) -> None:
+    def _read_log(self) -> None:
         lines = self.worker.new_log_lines()
         self.tail.extend(lines)
         if self.state in ("starting", "loading"):
             for phase in _phases(lines):
-                self._enter(phase, now)
+                self.phase = phase
 
-    def _enter(self, phase: str, now: float) -> None:
-        if phase != self.phase:
-            self.phase, self.phase_since = phase, now
 
 
 def _phases(lines: Iterable[str]) -> Iterable[str]:

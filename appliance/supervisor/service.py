@@ -18,24 +18,25 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from appliance import __version__, status
+from appliance import __version__, disk, status
 from appliance.budget import show
 from appliance.directories import Directories, ensure
-from appliance.errors import ApplianceError, ConfigError, TransientError
-from appliance.node import Node, read_node, software_refusal
+from appliance.errors import ApplianceError, TransientError
+from appliance.node import Node, read_node, refuse_early
 from appliance.plan import Rung
 from appliance.probe.cgroup import read_oom_kills
 from appliance.probe.tree import Tree
 from appliance.settings import Parsed
 from appliance.supervisor import worker as worker_process
-from appliance.supervisor.health import Endpoint, answer, listening, port_refusal
+from appliance.supervisor.health import Endpoint, answer, check_port, listening
 from appliance.supervisor.loop import Loop
 
 TICK_S = 0.5
 READY_TICK_S = 1.0
 MEMORY_EVERY_S = 30.0
-FIRST_ANSWER_TIMEOUT_S = 300.0
 STOP_MARGIN_S = 15.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+PATH_DEFAULT = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 KEPT_CACHES = 2
 """The present host fingerprint's cache and the previous one."""
 
@@ -77,18 +78,18 @@ class Service:
         for pid in worker_process.end_leftovers(self.directories.runtime):
             self.say(f"ended process {pid}, left by an earlier run")
         listen = self.parsed.settings.listen
-        if reason := port_refusal(listen.host, listen.port):
-            raise TransientError(f"cannot listen on {listen.host}:{listen.port}", why=reason,
-                                 do="stop the other program or set listen.port")
+        check_port(listen.host, listen.port)
         self._publish(state="preparing", sentence="preparing: looking for the model")
         with self._interruptible():
+            refuse_early(self.parsed, self.directories, self.worker_python, env=self.env)
             name = obtain_model()
         self._publish(state="preparing", sentence="preparing: probing and planning")
-        node = read_node(self.parsed, self.directories, self.worker_python, env=self.env, model_name=name)
+        with self._interruptible():
+            node = read_node(self.parsed, self.directories, self.worker_python, env=self.env, model_name=name)
         if refusal := node.plan.refused:
             raise refusal.error()
-        if missing := software_refusal(node.host):
-            raise missing
+        if self._stop_signal:
+            return
         self._supervise(node, node.plan.full)
 
     def _supervise(self, node: Node, rung: Rung) -> None:
@@ -99,23 +100,22 @@ class Service:
         self.say(f"plan: {node.model.name} on {node.host.cpu.tier}, {rung.threads} threads, context {rung.context}, "
                  f"key/value cache {show(rung.kv_bytes)}, peak {show(node.plan.peak_bytes)} of "
                  f"{show(node.plan.usable_bytes or 0)}")
-        _prepare_folders(node, self.directories)
-        env = dict(rung.env) | ({"VLLM_API_KEY": self.key} if self.key else {})
+        with disk.mapped("cannot prepare the worker's folders", self.directories.cache):
+            _prepare_folders(node, self.directories)
+        env = {"PATH": self.env.get("PATH") or PATH_DEFAULT, **rung.env}
+        if self.key:
+            env["VLLM_API_KEY"] = self.key
         command = worker_process.WorkerCommand(
             python=self.worker_python, argv=rung.argv, env=env, log=self.directories.state / "worker.log",
             cwd=Path(node.places.cache), runtime=self.directories.runtime,
         )
         tree = Tree(root=Path("/"))
         oom_before = read_oom_kills(tree)
-        try:
-            worker = worker_process.start(command)
-        except OSError as error:
-            raise ConfigError(f"{self.worker_python} cannot be started", why=error.strerror or str(error),
-                              do="install the worker again") from None
+        worker = worker_process.start(command)
         loop = Loop(
-            worker=worker, started_at=time.time(), oom_kills=lambda: read_oom_kills(tree) - oom_before,
+            worker=worker, oom_kills=lambda: grown(oom_before, read_oom_kills(tree)),
             listening=lambda: listening(endpoint),
-            answer=lambda: answer(endpoint, model=node.model.name, timeout_s=FIRST_ANSWER_TIMEOUT_S),
+            answer=lambda timeout_s: answer(endpoint, model=node.model.name, timeout_s=timeout_s),
         )
         try:
             self._turn(loop, worker, endpoint)
@@ -123,7 +123,7 @@ class Service:
             grace = self.parsed.settings.drain_s + STOP_MARGIN_S if loop.state == "stopping" else 0.0
             if loop.state == "stopping":
                 worker.stop(grace_s=grace)
-                loop.stopped(time.time())
+                loop.stopped()
             else:
                 worker.kill()
             self._publish_loop(loop, worker, time.time())
@@ -137,7 +137,7 @@ class Service:
         while True:
             now = time.time()
             if self._stop_signal:
-                loop.stopping(now)
+                loop.stopping()
                 self._publish_loop(loop, worker, now)
                 self.say(loop.sentence(now))
                 return
@@ -184,7 +184,10 @@ class Service:
 
     @contextlib.contextmanager
     def _only_agent(self) -> Iterator[None]:
-        with open(self.directories.runtime / "agent.lock", "a+") as lock:
+        path = self.directories.runtime / "agent.lock"
+        with disk.mapped("cannot take the service's lock", path):
+            lock = open(path, "a+")  # noqa: SIM115  # closed below, after the service has ended
+        with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -214,7 +217,7 @@ class Service:
                 self._may_interrupt = False
                 raise KeyboardInterrupt
 
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
         try:
             yield
         except KeyboardInterrupt:
@@ -236,7 +239,6 @@ def _prepare_folders(node: Node, directories: Directories) -> None:
     for leftover in sockets.iterdir():
         if leftover.is_socket():
             _remove(leftover)
-    (Path(node.places.cache) / "tmp").touch()
     caches = sorted((path for path in directories.cache.iterdir() if _is_fingerprint(path.name)),
                     key=lambda path: path.stat().st_mtime, reverse=True)
     os.utime(node.places.cache)
@@ -254,6 +256,11 @@ def _remove(path: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink()
+
+
+def grown(before: int | None, now: int | None) -> int | None:
+    """How much a counter grew; None where it cannot be read."""
+    return None if before is None or now is None else now - before
 
 
 def _memory_bytes(worker: worker_process.WorkerTree) -> int:

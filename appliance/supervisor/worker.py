@@ -18,10 +18,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import psutil
 
-PATH_DEFAULT = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+from appliance import disk
+from appliance.errors import ConfigError
+
 LOG_READ_BYTES = 8 * 1024**2
 RECORD = "worker.json"
 
@@ -88,19 +91,36 @@ class WorkerTree:
 
 
 def start(command: WorkerCommand) -> WorkerTree:
-    """Start the worker and record its session. Raises OSError when the interpreter cannot be executed."""
-    if command.log.exists():
-        command.log.replace(command.log.with_suffix(".log.1"))
-    path = os.environ.get("PATH") or PATH_DEFAULT
-    with open(command.log, "wb") as log:
-        process = subprocess.Popen(
-            [command.python, "-m", "appliance.worker", "serve", *command.argv],
-            env={"PATH": path, **command.env}, cwd=command.cwd, stdin=subprocess.DEVNULL, stdout=log,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )
-    record = {"session": process.pid, "created": psutil.Process(process.pid).create_time(), "boot": _boot_id()}
-    (command.runtime / RECORD).write_text(json.dumps(record))
+    """Start the worker and record its session.
+
+    Raises ConfigError when the interpreter cannot be executed, StoreError when log or record cannot be written; then
+    nothing runs.
+    """
+    with disk.mapped("cannot start the worker", command.log.parent):
+        if command.log.exists():
+            command.log.replace(command.log.with_suffix(".log.1"))
+        with open(command.log, "wb") as log:
+            process = _popen(command, log)
+            try:
+                record = {"session": process.pid, "created": psutil.Process(process.pid).create_time(),
+                          "boot": _boot_id()}
+                (command.runtime / RECORD).write_text(json.dumps(record))
+            except BaseException:
+                end_session(process.pid)
+                process.wait()
+                raise
     return WorkerTree(process, command)
+
+
+def _popen(command: WorkerCommand, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            [command.python, "-m", "appliance.worker", "serve", *command.argv], env=dict(command.env), cwd=command.cwd,
+            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        )
+    except OSError as error:
+        raise ConfigError(f"{command.python} cannot be started", why=error.strerror or str(error),
+                          do="install the worker again") from None
 
 
 def members(session: int) -> list[psutil.Process]:

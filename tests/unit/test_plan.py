@@ -105,9 +105,38 @@ def test_case_021_worker_env_may_not_hide_the_plugin() -> None:
     refused = planned(worker=Worker(env={"VLLM_PLUGINS": "other"})).refused
     assert refused is not None
     assert isinstance(refused.error(), ConfigError)
-    assert "cpu_int4" in refused.do
+    assert "cpu_int4" in refused.why
     assert planned(worker=Worker(env={"VLLM_PLUGINS": "other,cpu_int4"})).full.env["VLLM_PLUGINS"] == "other,cpu_int4"
     assert planned(worker=Worker(env={"VLLM_CPU_KVCACHE_SPACE": "4"})).refused is not None
+
+
+@pytest.mark.parametrize("word", [
+    "--hf-overrides", "--hf_overrides={}", "--hf-overrides.quantization_config.dequant_threshold", "--hf-over", "--host=0.0.0.0",
+    "--no-enforce-eager", "--max-num-seqs", "-q", "-O0", "-cc.mode", "-tp", "--tensor-parallel-size", "--config", "--api-key",
+    "--compilation-config.mode", "--data-parallel-size", "--m", "--kv-cache-memory-bytes",
+])
+def test_no_extra_argument_overrules_the_plan(word: str) -> None:
+    refused = planned(worker=Worker(extra_args=(word, "64"))).refused
+    assert refused is not None
+    assert refused.exit_code == 78
+    assert word in refused.why
+
+
+@pytest.mark.parametrize("env", [
+    {"OMP_NUM_THREADS": "99"}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, {"HF_HUB_OFFLINE": ""}, {"HF_HUB_OFFLINE": "0"},
+    {"NOTIFY_SOCKET": "/x"}, {"VLLM_API_KEY": "k"}, {"ANY": ""},
+])
+def test_no_variable_undoes_the_plan(env: dict[str, str]) -> None:
+    refused = planned(worker=Worker(env=env)).refused
+    assert refused is not None
+    assert refused.exit_code == 78
+
+
+def test_torchs_dispatch_level_may_be_lowered_never_raised() -> None:
+    raised = planned(worker=Worker(env={"ATEN_CPU_CAPABILITY": "avx512"}))
+    assert [r.env["ATEN_CPU_CAPABILITY"] for r in raised.rungs if r.id in ("full", "lower-isa")] == ["avx2", "default"]
+    lowered = planned(worker=Worker(env={"ATEN_CPU_CAPABILITY": "default"}))
+    assert {r.env["ATEN_CPU_CAPABILITY"] for r in lowered.rungs} == {"default"}
 
 
 def topology(cores: tuple[Core, ...], *, smt: bool = False, quota: CpuQuota | None = None) -> HostFacts:
@@ -180,9 +209,10 @@ def test_less_memory_never_plans_more() -> None:
 
 def test_a_soft_limit_and_busy_memory_count() -> None:
     busy = dataclasses.replace(HOST, memory=dataclasses.replace(HOST.memory, available_bytes=3 * GIB))
-    assert planned(host=busy).usable_bytes == 3 * GIB
+    assert planned(host=busy).usable_bytes == 3 * GIB - 128 * MIB
     held = dataclasses.replace(HOST, memory=dataclasses.replace(HOST.memory, used_bytes=12 * GIB))
-    assert planned(host=held).usable_bytes == 4 * GIB
+    assert planned(host=held).usable_bytes == 4 * GIB - 128 * MIB
+    assert planned(host=held, memory=Memory(reserve=GIB)).usable_bytes == 3 * GIB
 
 
 def test_memory_reserve_and_ceiling_settings() -> None:
