@@ -5,6 +5,7 @@ AGENT := .venv
 WORKER := .venv-worker
 TESTLIB := build/testlib
 export APPLIANCE_HOME ?= $(CURDIR)/.run
+export PROMPT
 # The worker's interpreter is found beside the agent's environment; nothing to configure.
 
 .PHONY: help run status chat test test-fast test-worker test-served test-fields bench lint lock goldens clean
@@ -19,7 +20,7 @@ status: $(AGENT)/.installed  ## State of the running service.
 	@$(AGENT)/bin/applianctl status
 
 chat: $(AGENT)/.installed  ## Ask the running service: make chat PROMPT="..."
-	@$(AGENT)/bin/applianctl chat $(if $(PROMPT),"$(PROMPT)")
+	@$(AGENT)/bin/applianctl chat $(if $(PROMPT),"$$PROMPT")
 
 test: lint test-fast test-worker test-served  ## All tests that need no systemd (real vLLM included).
 

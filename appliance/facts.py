@@ -117,7 +117,8 @@ class MemoryFacts:
     """The lowest of `limits` and `total_bytes`; None when neither is known."""
     ceiling_source: str
     used_bytes: int | None
-    """What is already held under the ceiling (this process included), reclaimable page cache not counted."""
+    """What is not free below the ceiling: held there (this process included, reclaimable page cache not counted), or
+    taken by others below a wider limit that leaves less."""
 
 
 @dataclass(frozen=True, kw_only=True)

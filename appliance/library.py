@@ -133,7 +133,7 @@ def default_name(source: str) -> str:
 
 
 def estimate_bytes(source: Source, *, table_bits: int | None) -> int:
-    """About what the stored model will need: an upper bound of what the rules may choose (group 32, kept tables)."""
+    """About what the stored model will need: for folders an upper bound (group 32, kept tables), for GGUF a guess."""
     if source.kind == "cpu_int4":
         return source.bytes
     if source.kind == "gguf":

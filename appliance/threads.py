@@ -42,7 +42,7 @@ def choose_threads(topology: TopologyFacts, settings: Settings) -> ThreadChoice:
     chosen = tuple(sorted(cpu for core in cores for cpu in core.cpus))
     cpus = chosen if notes and chosen else None
     count = len(cores) or len(topology.allowed) or 1
-    idle = ", SMT siblings left idle" if topology.smt and len(cores) < len(chosen) else ""
+    idle = ", none for SMT siblings" if topology.smt and len(cores) < len(chosen) else ""
     reason = f"one thread per physical core{idle}"
     evidence = "sysfs topology"
     if topology.quota is not None and int(topology.quota.cpus) < count:

@@ -60,7 +60,7 @@ def preflight(env: dict[str, str]) -> str | None:
 def serve(argv: list[str]) -> None:
     """Check, pin, self-test, then run vLLM's API server in this process until it ends.
 
-    Raises ConfigError when the environment is wrong, CpuNotSupported or ModelError when a self-test fails.
+    Raises ConfigError when the environment is wrong, else what `check_at_start` raises.
     """
     reason = preflight(dict(os.environ))
     if reason:

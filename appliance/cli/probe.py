@@ -53,9 +53,6 @@ def probe(ctx: click.Context, root: str, as_json: bool) -> None:
         click.echo(render(facts))
 
 
-command: click.Command = probe
-
-
 def render(facts: HostFacts) -> str:
     """The facts as aligned text, one group per kind."""
     groups = (

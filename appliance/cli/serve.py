@@ -26,8 +26,10 @@ def serve(app: Application, model: str | None, host: str | None, port: str | Non
     from appliance.cli.chat import read_key
     from appliance.supervisor.service import Service
 
-    app.flags.update({"model": model, "listen.host": host, "listen.port": port, "context": context,
-                      "cpu.threads": threads, "memory.ceiling": memory, "compile": compiled})
+    app.flags.update({
+        "model": None if model == "default" else model, "listen.host": host, "listen.port": port, "context": context,
+        "cpu.threads": threads, "memory.ceiling": memory, "compile": compiled,
+    })
     python = app.worker_python()
     began = time.monotonic()
 

@@ -135,13 +135,3 @@ def choose_group(k: int, preferred: int) -> int | None:
         if group <= preferred and k % group == 0:
             return group
     return None
-
-
-def quantized_bytes(n: int, k: int, group: int) -> int:
-    """Stored bytes of one int4 weight [n, k]: codes, scales and zeros."""
-    return n * k // 2 + 2 * 2 * n * (k // group)
-
-
-def bits_per_weight(group: int) -> float:
-    """4 bits of code plus two bf16 values a group: 4.5 at 64, 5.0 at 32."""
-    return 4 + 32 / group

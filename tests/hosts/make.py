@@ -143,6 +143,13 @@ def memory_limits(out: Path) -> None:
     ), expect={"memory": {
         "ceiling_bytes": 4 * GIB, "ceiling_source": "/sys/fs/cgroup/edge.slice/memory.max", "used_bytes": GIB // 2,
         "limits": [{"bytes": 4 * GIB, "soft": False}]}})
+    crowded = {"memory.max": str(8 * GIB), "memory.high": "max", **cgroups.memory(used=7 * GIB, file=0)}
+    alone = {"memory.max": str(6 * GIB), "memory.high": "max", **cgroups.memory(used=GIB // 4, file=0)}
+    host(out, "v2-parent-full", cpu=cpus.EPYC_AVX2_VM, cores=VM2, files=cgroups.v2(
+        "/edge.slice/appliance.service", {"/edge.slice/appliance.service": alone, "/edge.slice": crowded},
+    ), expect={"memory": {  # the ceiling is the own 6 GiB, but its siblings leave 1 GiB below the parent's 8
+        "ceiling_bytes": 6 * GIB, "ceiling_source": "/sys/fs/cgroup/edge.slice/appliance.service/memory.max",
+        "used_bytes": 5 * GIB}})
     host(out, "v2-page-cache", cpu=cpus.EPYC_AVX2_VM, cores=VM2,
          files={**cgroups.service(memory_current=str(13 * GIB)), "proc/meminfo": meminfo(16, 14.5)}, expect={
              "memory": {"limits": [], "ceiling_bytes": 16 * GIB, "ceiling_source": "/proc/meminfo MemTotal",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import select
 import sys
 from pathlib import Path
 
@@ -142,7 +143,9 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
                 progress({"event": "progress", "done_bytes": done, "total_bytes": 100, "item": "x"})
                 progress._bar.render_progress()
         terminal.flush()
-        seen = os.read(leader, 65536).decode()
+        seen = ""
+        while "100%" not in seen and select.select([leader], [], [], 5)[0]:  # a read may bring a part only
+            seen += os.read(leader, 65536).decode()
     os.close(leader)
     assert "10%" in seen
     assert "100%" in seen
