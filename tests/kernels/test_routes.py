@@ -137,7 +137,7 @@ def test_case_025_strided_activations(view: str) -> None:
     }[view]
     for name, kernel, tensors in _routes(portable, shape):
         for rows in (x, x[:1]):
-            got = int4_linear(rows, tensors, kernel.name, shape.n, shape.k, shape.group, 2)
+            got = int4_linear(rows, tensors, kernel.name, shape.n, shape.k, shape.group, 2, False)
             assert got.shape == (rows.shape[0], 48)
             assert torch.equal(got, int4_linear(rows.clone(memory_format=torch.contiguous_format), tensors, kernel.name,
                                                 shape.n, shape.k, shape.group, 2)), name
