@@ -17,11 +17,12 @@ from appliance.supervisor.health import Endpoint
 @click.command()
 @click.argument("prompt", required=False)
 @click.option("--system", metavar="TEXT", help="System message.")
-@click.option("--temperature", type=click.FloatRange(0, 5), metavar="T", help="0 is greedy (default: the model's).")
+@click.option("--temperature", type=click.FloatRange(0, 5), metavar="T", default=0.0, show_default=True,
+              help="0 is greedy: the same question gets the same answer.")
 @click.option("--max-tokens", type=click.IntRange(min=1), metavar="N", help="Longest answer.")
 @click.pass_obj
 def chat(
-    app: Application, prompt: str | None, system: str | None, temperature: float | None, max_tokens: int | None
+    app: Application, prompt: str | None, system: str | None, temperature: float, max_tokens: int | None
 ) -> None:
     """Ask the running model; without PROMPT an interactive conversation (or the prompt from a pipe)."""
     from appliance import status as status_file
@@ -30,8 +31,9 @@ def chat(
     if current["state"] != "ready":
         raise NotReachable("the service is not ready", why=current["sentence"], do="run `applianctl status --wait`")
     endpoint = Endpoint(**current["endpoint"], key=read_key(app.settings.api_key_file))
-    options = {"temperature": temperature, "max_tokens": max_tokens}
-    options = {name: value for name, value in options.items() if value is not None}
+    options: dict[str, float] = {"temperature": temperature}
+    if max_tokens:
+        options["max_tokens"] = max_tokens
     messages = [{"role": "system", "content": system}] if system else []
     if prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.read().strip()

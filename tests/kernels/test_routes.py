@@ -140,7 +140,7 @@ def test_case_025_strided_activations(view: str) -> None:
             got = int4_linear(rows, tensors, kernel.name, shape.n, shape.k, shape.group, 2, False)
             assert got.shape == (rows.shape[0], 48)
             assert torch.equal(got, int4_linear(rows.clone(memory_format=torch.contiguous_format), tensors, kernel.name,
-                                                shape.n, shape.k, shape.group, 2)), name
+                                                shape.n, shape.k, shape.group, 2, False)), name
             if rows.shape[0]:
                 assert signal_db(got, reference.linear(rows, portable)) > 44, name
 
