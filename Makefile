@@ -61,7 +61,7 @@ $(AGENT)/.installed: pyproject.toml
 	@touch $@
 
 $(AGENT)/.test: $(AGENT)/.installed
-	$(AGENT)/bin/pip install -q -e '.[test,bench]'
+	$(AGENT)/bin/pip install -q -e '.[test]'
 	@touch $@
 
 $(AGENT)/.model: $(AGENT)/.installed packaging/model.lock

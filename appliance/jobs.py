@@ -152,7 +152,7 @@ def run_job(
 
 @contextlib.contextmanager
 def ending_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM leave this block as SystemExit(143), so that children end and drafts are discarded.
+    """Let SIGTERM and SIGHUP leave this block as SystemExit(128 + signal), so that children end and drafts go.
 
     Does nothing where a caller has a handler of its own (which must raise to end a job), and outside the main thread,
     where no handler can be set.
@@ -161,14 +161,15 @@ def ending_on_sigterm() -> Iterator[None]:
     def leave(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)
 
-    ours = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread()
-    if ours:
-        signal.signal(signal.SIGTERM, leave)
+    main = threading.current_thread() is threading.main_thread()
+    ours = [s for s in (signal.SIGTERM, signal.SIGHUP) if main and signal.getsignal(s) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, leave)
     try:
         yield
     finally:
-        if ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _unusable(worker_python: str, why: str) -> ConfigError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -15,6 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ import openai
 import pytest
 
 from appliance import jobs
-from tests.served.conftest import ROOT, WORKER, environment, free_port, reference_logprobs, run_applianctl
+from tests.served.conftest import RECORDER, ROOT, WORKER, environment, free_port, reference_logprobs, run_applianctl
 from tests.served.test_default_model import LIMIT, prompt_logprobs
 
 pytestmark = [pytest.mark.served, pytest.mark.heavy]
@@ -46,7 +48,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def worker(home: Path, model: str, fields: dict[str, Any], **env: str) -> Iterator[openai.OpenAI]:
+def worker(home: Path, model: str, fields: dict[str, Any], *, model_folder: Path | None = None, **env: str) -> Iterator[openai.OpenAI]:
     """The planned worker with some config fields changed, until the block ends."""
     plan = json.loads(run_applianctl(home, "plan", "--model", model, "--json").stdout)
     rung = plan["rungs"][0]
@@ -58,6 +60,8 @@ def worker(home: Path, model: str, fields: dict[str, Any], **env: str) -> Iterat
         overrides.pop("head_dtype", None)
     argv[where] = json.dumps(overrides)
     argv[argv.index("--port") + 1] = str(port)
+    if model_folder:
+        argv[argv.index("--model") + 1] = str(model_folder)
     for folder in ("TMPDIR", "VLLM_RPC_BASE_PATH"):
         Path(rung["env"][folder]).mkdir(parents=True, exist_ok=True)
     log = home / "worker.log"
@@ -120,6 +124,35 @@ def test_a_field_off_its_default_on_a_warm_cache(home: Path, model: str, fields:
 def test_the_environment_override_wins(home: Path, value: str) -> None:
     with worker(home, "default", {"direct_dequant": value == "0"}, VLLM_OMNI_CPU_INT4_DIRECT_DEQUANT=value) as client:
         assert difference(home, "default", client) <= LIMIT
+
+
+def test_no_call_of_an_int4_head_has_more_than_one_row(home: Path) -> None:
+    """The default model keeps its table in bf16; here table and head are int4 and obey the same rule."""
+    record = home / "record.jsonl"
+    env = {"PYTHONPATH": str(RECORDER), "VLLM_PLUGINS": "cpu_int4,int4_recorder", "INT4_RECORD": str(record)}
+    with worker(home, "table4", {}, **env) as client:
+        def ask(number: int) -> None:
+            client.completions.create(model="default", prompt=f"User {number} asks about", max_tokens=16, temperature=0,
+                                      extra_body={"ignore_eos": True})
+
+        for users in (1, 2, 7):
+            with ThreadPoolExecutor(users) as pool:
+                list(pool.map(ask, range(users)))
+    calls = [json.loads(line) for line in record.read_text().splitlines()]
+    assert {call["rows"] for call in calls} == {1}
+    assert 49152 in {call["channels"] for call in calls}
+
+
+def test_case_029_a_missing_tensor_is_refused(home: Path, tmp_path: Path) -> None:
+    """A tensor that the file lacks would be served as zeros; the start ends and names it."""
+    code = ("import sys; from safetensors.torch import load_file, save_file; t = load_file(sys.argv[1]); "
+            "t.pop('model.layers.3.mlp.down_proj.weight_scale'); save_file(t, sys.argv[1])")
+    digest = (home / "store" / "names" / "default").read_text().strip()
+    shutil.copytree(home / "store" / "objects" / digest, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").chmod(0o644)
+    subprocess.run([WORKER, "-c", code, str(tmp_path / "model" / "model.safetensors")], check=True)
+    with pytest.raises(AssertionError, match=r"down_proj\.weight_scale"), worker(home, "default", {}, model_folder=tmp_path / "model"):
+        pass
 
 
 def test_the_contract_is_what_the_agent_expects() -> None:
