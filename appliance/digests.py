@@ -77,7 +77,7 @@ def _stream(file: Path, done: int, total: int, on_progress: Callable[[int, int],
 def _load(cache: Path) -> dict[str, list[str]]:
     try:
         raw = json.loads(cache.read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(raw, dict):
         return {}

@@ -73,9 +73,14 @@ def seal(folder: Path) -> None:
 
 def replace(path: Path, text: str, *, draft: Path) -> None:
     """Write a small file so that a reader sees the old text or the new one: `draft`, fsync, rename, fsync."""
-    draft.write_text(text, encoding="utf-8")
-    fsync(draft)
-    draft.replace(path)
+    try:
+        draft.write_text(text, encoding="utf-8")
+        fsync(draft)
+        draft.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
     fsync(path.parent)
 
 
@@ -88,7 +93,7 @@ def mapped(what: str, place: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             why, do = "the disk is full", "free some space, or set `store` to another disk"
         elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            why, do = f"{place} cannot be written ({error.strerror})", "check its owner and mount, or set `store`"
+            why, do = f"{error.filename or place}: {error.strerror}", "check its owner and mount, or set `store`"
         else:
             why, do = error.strerror or str(error), f"look at {error.filename or place}"
         raise StoreError(what, why=why, do=do) from None

@@ -32,13 +32,13 @@ class ApplianceError(Exception):
 
     @property
     def line(self) -> str:
-        """The whole error as one line without line breaks."""
+        """The whole error as one line of printable characters (a worker's words may hold escape sequences)."""
         text = self.what
         if self.why:
             text += f": {self.why}"
         if self.do:
             text += f"; {self.do}"
-        return " ".join(text.split())
+        return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 class UsageError(ApplianceError):

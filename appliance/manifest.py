@@ -70,9 +70,11 @@ def read(folder: Path) -> tuple[dict[str, Any], str | None]:
     """The manifest of an object, or a finding about it. Other fields than the known ones pass."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except PermissionError:
+        raise  # not damage: somebody else may read it
     except OSError as error:
         return {}, f"{MANIFEST}: {error.strerror}"
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}, f"{MANIFEST}: not readable as JSON"
     for field, kind in _FIELDS.items():
         if not isinstance(manifest, dict) or not isinstance(manifest.get(field), kind):
@@ -95,6 +97,8 @@ def shape(folder: Path) -> list[str]:
     for name, entry in manifest["files"].items():
         try:
             size = (folder / name).lstat().st_size
+        except PermissionError:
+            raise  # not damage: somebody else may read it
         except OSError as error:
             findings.append(f"{name}: {error.strerror}")
             continue
@@ -118,6 +122,8 @@ def verify(folder: Path) -> list[str]:
             continue
         try:
             actual = sha256(folder / name)
+        except PermissionError:
+            raise
         except OSError as error:
             findings.append(f"{name}: cannot be read ({error.strerror})")
             continue

@@ -18,6 +18,8 @@ from typing import Any
 from appliance.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2"
+DEPTH = 2
+"""How deep the file is read: keys have two parts; YAML aliases can nest without end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +100,8 @@ def parse(text: str, *, origin: str = "appliance.yaml") -> Parsed:
         where = f"line {mark.line + 1}" if mark else "the text"
         problem = getattr(error, "problem", None) or "not valid YAML"
         raise ConfigError(f"{origin} is not valid YAML", why=f"{where}: {problem}", do="correct the file") from None
+    except (ValueError, ArithmeticError, AttributeError, LookupError, RecursionError):
+        raise ConfigError(f"{origin} is not valid YAML", why="a value cannot be read", do="correct the file") from None
     if raw is None:
         raw = {}
     if not isinstance(raw, dict):
@@ -126,9 +130,13 @@ def overlay(base: Parsed, *, env: Mapping[str, str], flags: Mapping[str, Any]) -
             values[key], sources[key] = read(key, env[name], name), name
     for key, value in flags.items():
         if value is not None:
-            option = "--" + key.rsplit(".", 1)[-1].replace("_", "-")
+            option = OPTIONS.get(key, "--" + key.rsplit(".", 1)[-1])
             values[key], sources[key] = KEYS[key](key, value, option), "flag"
     return _build(values, base.warnings, sources)
+
+
+OPTIONS: Mapping[str, str] = {"memory.ceiling": "--memory"}
+"""Settings whose option has a name of its own."""
 
 
 def env_name(key: str) -> str:
@@ -154,7 +162,7 @@ def to_dict(settings: Settings) -> dict[str, Any]:
 def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         dotted = f"{prefix}{key}"
-        if isinstance(value, Mapping) and dotted not in KEYS:
+        if isinstance(value, Mapping) and dotted not in KEYS and prefix.count(".") < DEPTH:
             yield from _flatten(value, dotted + ".")
         else:
             yield dotted, value
@@ -200,7 +208,7 @@ def _wrong(key: str, value: Any, origin: str, want: str) -> ConfigError:
 def _whole(low: int, high: int) -> Reader:
     def read(key: str, value: Any, origin: str) -> int:
         text = str(value).strip()
-        if isinstance(value, bool) or not re.fullmatch(r"-?\d+", text) or not low <= int(text) <= high:
+        if isinstance(value, bool) or not re.fullmatch(r"-?[0-9]{1,20}", text) or not low <= int(text) <= high:
             raise _wrong(key, value, origin, f"a whole number from {low} to {high}")
         return int(text)
 
@@ -210,7 +218,7 @@ def _whole(low: int, high: int) -> Reader:
 def _seconds(key: str, value: Any, origin: str) -> float:
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = -1
     if isinstance(value, bool) or not 0 <= number < 1e6:
         raise _wrong(key, value, origin, "a number of seconds of at least 0")
@@ -237,9 +245,9 @@ def _host(key: str, value: Any, origin: str) -> str:
 def _size(key: str, value: Any, origin: str) -> int:
     try:
         number = parse_size(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         number = -1
-    if isinstance(value, bool) or number <= 0:
+    if isinstance(value, bool) or not 0 < number < 1 << 62:
         raise _wrong(key, value, origin, "a size such as 512M or 6G")
     return number
 
@@ -249,7 +257,7 @@ def _cpus(key: str, value: Any, origin: str) -> tuple[int, ...]:
     parts = [str(v) for v in value] if isinstance(value, list) else str(value).split(",")
     found: set[int] = set()
     for part in parts:
-        match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", part)
+        match = re.fullmatch(r"\s*([0-9]{1,5})(?:-([0-9]{1,5}))?\s*", part)
         if not match or int(match[2] or match[1]) < int(match[1]):
             raise _wrong(key, value, origin, want)
         found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
@@ -281,7 +289,8 @@ def _percent(key: str, value: Any, origin: str) -> float:
 
 def _environment(key: str, value: Any, origin: str) -> dict[str, str]:
     if not isinstance(value, Mapping) or not all(
-        isinstance(k, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", k) and isinstance(v, (str, int, float))
+        isinstance(k, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", k)
+        and isinstance(v, (str, int, float)) and "\0" not in str(v)
         for k, v in value.items()
     ):
         raise _wrong(key, value, origin, "a mapping of variable names to values")
@@ -296,7 +305,7 @@ def _words(key: str, value: Any, origin: str) -> tuple[str, ...]:
             return tuple(shlex.split(value))
         except ValueError:
             raise _wrong(key, value, origin, "a list of arguments") from None
-    if not isinstance(value, list) or not all(isinstance(v, (str, int, float)) for v in value):
+    if not isinstance(value, list) or not all(isinstance(v, (str, int, float)) and "\0" not in str(v) for v in value):
         raise _wrong(key, value, origin, "a list of arguments")
     return tuple(str(v) for v in value)
 

@@ -96,12 +96,15 @@ class Store:
         self._names = root / "names"
         self._tmp = root / "tmp"
 
+    def _reading(self) -> contextlib.AbstractContextManager[None]:
+        return disk.mapped("cannot read the store", self.root)
+
     def names(self) -> dict[str, str]:
         """Name -> digest, sorted by name. A name whose object is gone is listed too: `get` says so."""
         with disk.mapped("cannot read the store", self.root):
             if not self._names.is_dir():
                 return {}
-            paths = [p for p in sorted(self._names.iterdir()) if name_refusal(p.name) is None]
+            paths = [p for p in sorted(self._names.iterdir()) if name_refusal(p.name) is None and p.is_file()]
             return {p.name: p.read_text(encoding="ascii", errors="replace").strip() for p in paths}
 
     def digests(self) -> list[str]:
@@ -111,12 +114,14 @@ class Store:
 
     def has(self, digest: str) -> bool:
         """True when the object is there and every file has its recorded size (`verify` looks at the contents)."""
-        return not manifest.shape(self._objects / digest)
+        with self._reading():
+            return not manifest.shape(self._objects / digest)
 
     def get(self, name: str) -> Stored:
         """The object behind a name. Raises ModelError for an unknown name, StoreError when files lack or shrank."""
         digest = self.pointed(name)
-        findings = manifest.shape(self._objects / digest)
+        with self._reading():
+            findings = manifest.shape(self._objects / digest)
         if findings:
             raise StoreError(f"the stored model {name!r} is damaged", why=findings[0], do=_AGAIN)
         return self.read(digest)
@@ -133,7 +138,8 @@ class Store:
     def read(self, digest: str) -> Stored:
         """The object with this digest. Raises StoreError when it is missing or its manifest cannot be read."""
         path = self._objects / digest
-        said, broken = manifest.read(path)
+        with self._reading():
+            said, broken = manifest.read(path)
         if broken:
             raise StoreError(f"the stored model {digest[:12]} is damaged", why=broken, do=_AGAIN)
         names = tuple(name for name, pointed in self.names().items() if pointed == digest)
@@ -141,7 +147,8 @@ class Store:
 
     def verify(self, digest: str) -> list[str]:
         """One sentence for each damaged file, beginning with its name; nothing when the object is whole."""
-        return manifest.verify(self._objects / digest)
+        with self._reading():
+            return manifest.verify(self._objects / digest)
 
     def begin(self, digest: str, *, need_bytes: int = 0, on_wait: Callable[[], None] | None = None) -> Draft:
         """Open a draft for an object of about `need_bytes`; what an interrupted writer left of it is removed.
@@ -230,8 +237,9 @@ class Store:
     def sweep(self) -> list[str]:
         """Delete what interrupted writers left in tmp/; returns its entries. A read-only store is left alone."""
         swept: list[str] = []
-        if not self._tmp.is_dir() or not os.access(self._tmp, os.W_OK):
-            return swept
+        with self._reading():
+            if not self._tmp.is_dir() or not os.access(self._tmp, os.W_OK):
+                return swept
         with disk.mapped("cannot clean the store", self.root), self._changing():
             for entry in sorted(self._tmp.iterdir()):
                 try:

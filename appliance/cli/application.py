@@ -64,6 +64,8 @@ class Application:
 
     def _file(self) -> Parsed:
         named = self.config_file is not None or "APPLIANCE_CONFIG" in self.env
+        if self.config_path.exists() and not self.config_path.is_file():
+            raise ConfigError(f"{self.config_path} cannot be read", why="it is not a regular file", do="give a file")
         try:
             text = self.config_path.read_text(encoding="utf-8")
         except FileNotFoundError:

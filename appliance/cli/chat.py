@@ -35,8 +35,8 @@ def chat(
     if max_tokens:
         options["max_tokens"] = max_tokens
     messages = [{"role": "system", "content": system}] if system else []
-    if prompt is None and not sys.stdin.isatty():
-        prompt = sys.stdin.read().strip()
+    if prompt is None and (sys.stdin is None or not sys.stdin.isatty()):
+        prompt = sys.stdin.read().strip() if sys.stdin else ""
         if not prompt:
             raise click.UsageError("There is no prompt: give one as argument or through a pipe.")
     if prompt is not None:
@@ -76,6 +76,7 @@ def _ask(endpoint: Endpoint, messages: list[dict[str, str]], options: Mapping[st
 
 
 def _deltas(response: http.client.HTTPResponse) -> Iterator[str]:
+    """The pieces of a streamed answer. Raises NotReachable when it ends early or cannot be read."""
     for raw in response:
         line = raw.decode("utf-8", "replace").strip()
         if not line.startswith("data:"):
@@ -83,12 +84,19 @@ def _deltas(response: http.client.HTTPResponse) -> Iterator[str]:
         data = line[5:].strip()
         if data == "[DONE]":
             return
-        event = json.loads(data)
-        if "error" in event:
-            why = str(event["error"].get("message", event["error"]))
-            raise NotReachable("the worker failed", why=why, do="run `applianctl status`")
-        for choice in event.get("choices", []):
-            yield choice.get("delta", {}).get("content") or ""
+        try:
+            event = json.loads(data)
+            error = event.get("error")
+            pieces = [choice["delta"].get("content") or "" for choice in event.get("choices") or ()]
+            text = "".join(pieces).encode("utf-8", "replace").decode()
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+            raise NotReachable("the answer cannot be read", why="an event of the stream is not a chat completion",
+                               do="run `applianctl status`") from None
+        if error:
+            why = error.get("message", error) if isinstance(error, dict) else error
+            raise NotReachable("the worker failed", why=str(why), do="run `applianctl status`")
+        yield text
+    raise NotReachable("the answer broke off", why="the stream ended before its end mark", do="run `applianctl status`")
 
 
 def _refusal(status: int, data: bytes) -> ModelError | NotReachable:

@@ -5,6 +5,7 @@ This is the only place where an ApplianceError becomes a line on standard error 
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 import click
 
-from appliance.errors import ApplianceError
+from appliance.errors import ApplianceError, StoreError
 
 SECTIONS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
     ("Serve", (
@@ -90,8 +91,13 @@ def cli(ctx: click.Context, config_file: str | None) -> None:
 def main(argv: list[str] | None = None) -> Any:
     """Entry point of the console script: runs the group and exits with the error tree's codes."""
     try:
-        code = cli.main(args=argv, prog_name="applianctl", standalone_mode=False)
+        # Not cli.main(): it ends a broken pipe with status 1 by itself.
+        with cli.make_context("applianctl", list(sys.argv[1:] if argv is None else argv)) as context:
+            code = cli.invoke(context)
+            sys.stdout.flush()
         sys.exit(code if isinstance(code, int) else 0)
+    except click.exceptions.Exit as done:
+        sys.exit(done.exit_code)
     except ApplianceError as error:
         click.echo(f"applianctl: {error.line}", err=True)
         sys.exit(error.exit_code)
@@ -106,6 +112,12 @@ def main(argv: list[str] | None = None) -> Any:
         # The reader (`| head`) has gone; keep Python from complaining again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        # /dev/full, or a log on a full disk: what was asked for is done, only the words are lost.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(StoreError.exit_code)
     except Exception as error:
         import traceback
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -9,6 +11,8 @@ from collections.abc import Callable
 import click
 
 from appliance.cli.application import Application
+from appliance.errors import ConfigError
+from appliance.settings import Settings
 
 
 @click.command()
@@ -34,12 +38,27 @@ def serve(app: Application, model: str | None, host: str | None, port: str | Non
     began = time.monotonic()
 
     def say(sentence: str) -> None:
-        click.echo(f"[{time.monotonic() - began:6.1f} s] {sentence}")
-        sys.stdout.flush()
+        # A service does not end because nobody reads: its state is in the status file and the worker's log.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stdout.write(f"[{time.monotonic() - began:6.1f} s] {sentence}\n")
+            sys.stdout.flush()
 
     key = read_key(app.settings.api_key_file)
+    check_tls(app.settings)
     service = Service(app.parsed, app.directories, python, env=app.env, say=say, key=key)
     service.run(lambda: obtain(app, python, say))
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+        return
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the interpreter's last flush would change the exit code
+
+
+def check_tls(settings: Settings) -> None:
+    """Raise ConfigError when a certificate or key file cannot be read, before a model is loaded for nothing."""
+    for name, path in (("tls.cert", settings.tls.cert), ("tls.key", settings.tls.key)):
+        if path is not None and not (os.path.isfile(path) and os.access(path, os.R_OK)):  # noqa: PTH113
+            raise ConfigError(f"{name} cannot be used", why=f"{path} is not a file that this account may read",
+                              do=f"correct {name}")
 
 
 def obtain(app: Application, python: str, say: Callable[[str], None]) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 
 import click
 
 from appliance.cli.application import Application
-from appliance.errors import NotReachable, TransientError
+from appliance.errors import NotReachable, TransientError, UsageError
 
 
 @click.command()
@@ -21,6 +22,8 @@ def status(app: Application, as_json: bool, wait: bool, timeout: float) -> None:
     """State in one sentence, then the details. Exits 0 only when ready."""
     from appliance import status as status_file
 
+    if math.isnan(timeout):
+        raise UsageError("--timeout nan is not a number of seconds", do="give one")
     deadline = time.monotonic() + timeout
     seen = ""
     grace = time.monotonic() + 10  # the agent may be about to write its first status

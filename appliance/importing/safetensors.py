@@ -104,6 +104,8 @@ def _entry(path: Path, name: str, raw: Any, base: int) -> Entry:
         raise wrong
     if not all(map(natural, shape)) or not all(map(natural, offsets)):
         raise wrong
+    if not isinstance(dtype, str) or len(shape) > 16:
+        raise wrong
     if dtype not in ELEMENT_BYTES:
         raise _broken(path, f"tensor {name!r} has the unknown type {dtype!r}", do="use a bf16, fp16 or fp32 model")
     begin, end = offsets

@@ -103,7 +103,13 @@ def _gguf(path: Path) -> Source:
 def _require(path: Path, files: list[Path]) -> None:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise ModelError(f"{path} is incomplete", why=f"missing: {', '.join(missing)}", do="download the missing files")
+        more = f" and {len(missing) - 20} more" if len(missing) > 20 else ""
+        raise ModelError(f"{path} is incomplete", why=f"missing: {', '.join(missing[:20])}{more}",
+                         do="download the missing files")
+
+
+def _counts(name: str) -> bool:
+    return name in ("config.json", INDEX, *EXTRAS) or name.endswith(".safetensors")
 
 
 def _folder(path: Path) -> Source:
@@ -116,6 +122,9 @@ def _folder(path: Path) -> Source:
             raise ModelError(f"{path} holds GGUF files but no config.json", why=", ".join(ggufs[:3]),
                              do=f"give the path of one file, such as {path / ggufs[0]}")
         raise ModelError(f"{path} is not a Hugging Face folder", why="it has no config.json", do="download it again")
+    odd = sorted(name for name in names if _counts(name) and not (path / name).is_file())
+    if odd:
+        raise ModelError(f"{path} cannot be used", why=f"{odd[0]} is not a regular file", do="download the model again")
     config = read_config(path)
     kind: Kind = "safetensors"
     method = quant_method(config)
@@ -160,7 +169,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def quantization_config(config: Mapping[str, Any]) -> Any:
     """The quantization section of a configuration, wherever a writer puts it; None for plain weights."""
-    for place in (config, config.get("text_config") or {}):
+    text = config.get("text_config")
+    for place in (config, text if isinstance(text, Mapping) else {}):
         for key in ("quantization_config", "compression_config"):
             if place.get(key):
                 return place[key]
@@ -185,7 +195,7 @@ def weight_files(path: Path) -> list[Path]:
         try:
             mapped = json.loads(index.read_text("utf-8"))["weight_map"]
             files = sorted({str(name) for name in mapped.values()})
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ModelError(f"{index} is not a weight index", why="it has no weight_map",
                              do="download it again") from None
         if any(Path(name).name != name for name in files):

@@ -179,7 +179,7 @@ def parse_quota(text: str | None) -> float | None:
     fields = (text or "").split()
     try:
         quota, period = int(fields[0]), int(fields[1]) if len(fields) > 1 else 100_000
-    except (IndexError, ValueError):
+    except (IndexError, ValueError, OverflowError):
         return None
     return quota / period if quota > 0 and period > 0 else None
 
@@ -189,7 +189,7 @@ def parse_stat(text: str | None) -> dict[str, int]:
     values = {}
     for line in (text or "").splitlines():
         name, _, value = line.partition(" ")
-        if value.strip().isdigit():
+        if value.strip().isdecimal() and len(value) < 24:
             values[name] = int(value)
     return values
 

@@ -23,7 +23,7 @@ def parse_meminfo(text: str | None) -> dict[str, int]:
     for line in (text or "").splitlines():
         left, _, right = line.partition(":")
         fields = right.split()
-        if left.strip() and len(fields) == 2 and fields[0].isdigit() and fields[1] == "kB":
+        if left.strip() and len(fields) == 2 and fields[0].isdecimal() and len(fields[0]) < 20 and fields[1] == "kB":
             sizes[left.split()[-1]] = int(fields[0]) * 1024
     return sizes
 

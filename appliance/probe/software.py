@@ -114,4 +114,4 @@ def _libc(tree: Tree, libraries: tuple[str, ...], live: bool) -> str | None:
 def _userland(tree: Tree) -> str | None:
     """dpkg's architecture, or that of the shell where there is no dpkg."""
     dpkg = parse_dpkg_status(tree.read("/var/lib/dpkg/status"), "dpkg")
-    return dpkg.get("Architecture") or parse_elf_machine(tree.head("/bin/sh", 20))
+    return dpkg.get("Architecture") or parse_elf_machine(tree.head("/bin/sh", 20) or b"")

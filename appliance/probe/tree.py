@@ -7,8 +7,13 @@ is None, an unreadable folder is empty: the caller turns that into *unknown*. No
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
+
+LONGEST_BYTES = 16 << 20
+"""No file of /proc or /sys that is read here is longer; a captured folder may hold anything."""
+MOST_CPUS = 65536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +25,8 @@ class Tree:
         return self.root / os.path.normpath("/" + path).lstrip("/")
 
     def read(self, path: str) -> str | None:
-        try:
-            return self.path(path).read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return None
+        data = self.head(path, LONGEST_BYTES)
+        return data.decode("utf-8", "replace") if data is not None else None
 
     def read_int(self, path: str) -> int | None:
         text = self.read(path)
@@ -32,13 +35,17 @@ class Tree:
         except ValueError:
             return None
 
-    def head(self, path: str, size: int) -> bytes:
-        """The first `size` bytes; empty when the file cannot be read."""
+    def head(self, path: str, size: int) -> bytes | None:
+        """The first `size` bytes; None when it is no regular file that can be read (a FIFO would wait for ever)."""
         try:
-            with open(self.path(path), "rb") as file:
-                return file.read(size)
-        except OSError:
-            return b""
+            descriptor = os.open(self.path(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except (OSError, ValueError):
+            return None
+        with os.fdopen(descriptor, "rb") as file:
+            try:
+                return file.read(size) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+            except OSError:
+                return None
 
     def names(self, path: str) -> list[str]:
         """Sorted names in a folder."""
@@ -63,6 +70,8 @@ def parse_cpu_list(text: str | None) -> tuple[int, ...] | None:
         for part in text.strip().split(","):
             if part:
                 first, dash, last = part.partition("-")
+                if int(last or first) >= MOST_CPUS:
+                    return None
                 cpus.update(range(int(first), int(last if dash else first) + 1))
     except ValueError:
         return None

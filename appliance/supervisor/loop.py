@@ -124,7 +124,8 @@ class Loop:
             self.state = "ready"
 
     def _probe_is_due(self, now: float) -> bool:
-        return self.last_answer_at is None or now - self.last_answer_at >= self.probe_every_s
+        # A clock that was set back must not postpone the next probe.
+        return self.last_answer_at is None or not 0 <= now - self.last_answer_at < self.probe_every_s
 
     def _read_log(self) -> None:
         lines = self.worker.new_log_lines()

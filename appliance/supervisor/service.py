@@ -22,6 +22,7 @@ from appliance import __version__, disk, status
 from appliance.budget import show
 from appliance.directories import Directories, ensure
 from appliance.errors import ApplianceError, TransientError
+from appliance.identity import identity
 from appliance.node import Node, read_node, refuse_early
 from appliance.plan import Rung
 from appliance.probe.cgroup import read_oom_kills
@@ -57,7 +58,7 @@ class Service:
         self._stop_signal = 0
         self._may_interrupt = False
         self._began = time.time()
-        self._status: dict[str, Any] = {"agent": status.agent_identity(), "version": __version__, "state": "starting",
+        self._status: dict[str, Any] = {"agent": identity(), "version": __version__, "state": "starting",
                                         "sentence": "starting", "started_at": self._began, "last_answer_at": None}
 
     def run(self, obtain_model: Callable[[], str]) -> None:
@@ -195,9 +196,9 @@ class Service:
                 holder = lock.read().strip() or "unknown"
                 raise TransientError("the service is running already", why=f"pid {holder} holds {lock.name}",
                                      do="run `applianctl status`") from None
-            lock.truncate(0)
-            lock.write(str(os.getpid()))
-            lock.flush()
+            with contextlib.suppress(OSError):  # the pid is a courtesy to whoever finds the lock taken
+                os.ftruncate(lock.fileno(), 0)
+                os.write(lock.fileno(), str(os.getpid()).encode())
             yield
 
     @contextlib.contextmanager

@@ -18,12 +18,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
 from appliance import disk
 from appliance.errors import ConfigError
+from appliance.identity import identity, reused
 
 LOG_READ_BYTES = 8 * 1024**2
 RECORD = "worker.json"
@@ -102,9 +103,7 @@ def start(command: WorkerCommand) -> WorkerTree:
         with open(command.log, "wb") as log:
             process = _popen(command, log)
             try:
-                record = {"session": process.pid, "created": psutil.Process(process.pid).create_time(),
-                          "boot": _boot_id()}
-                (command.runtime / RECORD).write_text(json.dumps(record))
+                (command.runtime / RECORD).write_text(json.dumps(identity(process.pid)))
             except BaseException:
                 end_session(process.pid)
                 process.wait()
@@ -135,16 +134,15 @@ def members(session: int) -> list[psutil.Process]:
 
 def end_leftovers(runtime: Path) -> list[int]:
     """End the worker that a killed agent left behind, if it is still there; returns the pids that were ended."""
+    path = runtime / RECORD
     try:
-        record = json.loads((runtime / RECORD).read_text())
-        session, created, boot = int(record["session"]), float(record["created"]), record["boot"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    ended: list[int] = []
-    if boot == _boot_id() and not _reused(session, created):
-        ended = end_session(session)
+        leader: Any = json.loads(path.read_text()) if path.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        leader = None
+    # While a member of the session lives, the kernel gives its number to nobody else.
+    ended = end_session(leader["pid"]) if isinstance(leader, dict) and not reused(leader) else []
     with contextlib.suppress(OSError):
-        (runtime / RECORD).unlink()
+        path.unlink()
     return ended
 
 
@@ -159,19 +157,3 @@ def end_session(session: int, *, patience_s: float = 10.0) -> list[int]:
                 ended.add(process.pid)
         psutil.wait_procs(left, timeout=0.5)
     return sorted(ended)
-
-
-def _reused(session: int, created: float) -> bool:
-    """Whether the number now belongs to a later process. While a member lives, the kernel gives it to nobody else."""
-    try:
-        return abs(psutil.Process(session).create_time() - created) > 1
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.Error:
-        return True
-
-
-def _boot_id() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import psutil
@@ -178,3 +180,49 @@ def test_a_stop_while_loading(agent: Agent) -> None:
 def test_model_use_decides_what_is_served(agent: Agent) -> None:
     assert agent.run("model", "use", "tiny").returncode == 0
     assert json.loads(agent.run("plan", "--json").stdout)["model"] == "tiny"
+
+
+@pytest.mark.parametrize("garbage", ["[]", "5", "null", '{"agent": 5}', '{"schema": 1, "sentence": 3}', "[" * 100_000, '{"state": "failed"}'])
+def test_a_status_file_of_garbage_means_not_running(agent: Agent, garbage: str) -> None:
+    (agent.runtime / "status.json").write_text(garbage)
+    done = agent.run("status")
+    assert (done.returncode, len(done.stderr.splitlines())) == (69, 1)
+    (agent.runtime / "worker.json").write_text(garbage)
+    process = agent.serve("ok")
+    agent.wait_for("ready")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_nobody_reads_the_output_and_any_stop_signal_is_clean(agent: Agent, number: signal.Signals) -> None:
+    process = agent.serve("ok")
+    assert process.stdout is not None
+    process.stdout.close()  # as `serve | head` does
+    agent.wait_for("ready")
+    process.send_signal(number)
+    process.wait(timeout=30)
+    assert process.returncode == 0
+    assert agent.worker_processes() == []
+    assert agent.last_written()["state"] == "stopped"
+
+
+def test_a_hung_engine_does_not_delay_the_stop(agent: Agent) -> None:
+    process = agent.serve("hang")
+    agent.wait_for("answering")
+    time.sleep(1)
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=40)
+    assert process.returncode == 0
+    assert time.monotonic() - began < 25  # drain_s 1 and the margin, not the probe's 300 s
+
+
+def test_a_key_or_certificate_that_cannot_be_read_stops_the_start(agent: Agent) -> None:
+    for text, says in (("api_key_file: /nope", "the API key in /nope cannot be read"), ("tls: {cert: /nope, key: /nope}", "tls.cert")):
+        (agent.home / "bad.yaml").write_text(text)
+        done = subprocess.run([sys.executable, "-m", "appliance.cli.main", "serve", "--model", "tiny", "--port", str(agent.port)],
+                              env={**agent.env(), "APPLIANCE_CONFIG": str(agent.home / "bad.yaml")}, capture_output=True, text=True,
+                              timeout=60, check=False)
+        assert (done.returncode, says in done.stderr) == (78, True), done.stderr

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "appliance"
 LAYERS = {
     1: ("errors", "facts", "settings", "quantize.format"),
     2: ("plan", "threads", "budget", "launch", "recovery"),
-    3: ("probe", "store", "manifest", "disk", "directories", "digests", "importing"),
+    3: ("probe", "store", "manifest", "disk", "directories", "digests", "identity", "importing"),
     4: ("quantize", "supervisor", "status", "jobs", "library", "node"),
     5: ("cli",),
 }

@@ -133,5 +133,5 @@ def test_tree_stays_below_its_root(tmp_path: Path) -> None:
     tree = Tree(root=tmp_path / "host")
     assert tree.read("/../secret") is None
     assert tree.path("/proc/../../../secret") == tmp_path / "host" / "secret"
-    assert (tree.names("/none"), tree.head("/none", 4), tree.read_int("/none")) == ([], b"", None)
+    assert (tree.names("/none"), tree.head("/none", 4), tree.read_int("/none")) == ([], None, None)
     assert not tree.is_file("/none")

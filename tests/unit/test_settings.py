@@ -46,7 +46,8 @@ def test_values(text: str, key: str, value: object) -> None:
         "listen: {host: 999.1.1.1}", "memory: {ceiling: lots}", "memory: {ceiling: -1}", "memory: {ceiling: 0}", "cpu: {threads: 0}",
         "cpu: {cpus: 3-1}", "cpu: {cpus: x}", "context: 1", "kernel: fast", "dtype: int8", "drain_s: -1", "drain_s: .nan",
         "model: ''", "model: [a]", "worker: {env: [a]}", "worker: {extra_args: {a: 1}}", "tls: {cert: a.pem}", "tune: {upgrade_loss_pct: 101}",
-        "compile: maybe", "- a\n- b", "just text", "a: [", "max_queued: 1.5", "worker: {extra_args: \"'\"}",
+        "compile: maybe", "model: 2026-13-45", "context: !!float abc", "context: " + "9" * 5000, "memory: {ceiling: " + "9" * 400 + " G}",
+        "drain_s: " + "9" * 400, "context: ٣", "worker: {env: {A: \"a\\0b\"}}", "worker: {extra_args: [\"a\\0b\"]}", "[" * 3000, "- a\n- b", "just text", "a: [", "max_queued: 1.5", "worker: {extra_args: \"'\"}",
     ],
 )
 def test_a_wrong_value_is_one_line_and_exit_78(text: str) -> None:
@@ -55,6 +56,12 @@ def test_a_wrong_value_is_one_line_and_exit_78(text: str) -> None:
     assert caught.value.exit_code == 78
     assert "\n" not in caught.value.line
     assert caught.value.do
+
+
+def test_aliases_that_nest_without_end_are_only_unknown_keys() -> None:
+    assert parse("a: &a {b: *a}").warnings
+    bomb = "a: &a0 {x: 1}\n" + "".join(f"b{n}: &a{n} {{p: *a{n - 1}, q: *a{n - 1}}}\n" for n in range(1, 40))
+    assert len(parse(bomb).warnings) < 1000
 
 
 def test_precedence_flag_environment_file() -> None:
