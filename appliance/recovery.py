@@ -50,6 +50,7 @@ class Fault:
 
 
 ERRORS = {cls.__name__: cls for cls in ApplianceError.__subclasses__()}
+ENGINE_GONE = "its engine process ended without a word, as one that is killed does"
 LOG_SIGNAL = re.compile(r"died unexpectedly \(exit code: -(\d+)\)")
 RULES: tuple[tuple[str, str, type[ApplianceError], str, str], ...] = (
     # pattern in the log, name, class, why, do
@@ -103,7 +104,9 @@ def classify(evidence: Evidence) -> Fault:
         if re.search(pattern, text):
             return Fault(name=name, error=error, what=f"the worker ended {while_doing}".rstrip(), why=why, do=do)
     return Fault(name="worker-died", error=TransientError, what=f"the worker ended {while_doing}".rstrip(),
-                 why=last_telling_line(evidence.log) or f"exit status {evidence.status}", do="see the worker's log")
+                 why=last_telling_line(evidence.log) or (ENGINE_GONE if "Failed core proc" in text else
+                                                         f"exit status {evidence.status}"),
+                 do="see the worker's log")
 
 
 def _own(sentence: str, error: type[ApplianceError]) -> Fault:

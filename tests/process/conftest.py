@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -89,14 +90,14 @@ class Agent:
         return written
 
     def worker_processes(self) -> list[psutil.Process]:
-        """Everything whose command line names this home: the fake worker and its children."""
+        """The fake worker and its children: whatever works in a folder of this home."""
         found = []
-        for process in psutil.process_iter(["cmdline", "pid", "status"]):
-            line = " ".join(process.info["cmdline"] or ())
-            mine = str(self.home) in line or "VLLM::EngineCor" in line
-            agent = process.pid in [p.pid for p in self.processes]
-            if mine and not agent and process.info["status"] != psutil.STATUS_ZOMBIE:
-                found.append(process)
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                agent = process.pid in [p.pid for p in self.processes]
+                here = process.cwd().startswith(str(self.home))
+                if here and not agent and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
         return found
 
 

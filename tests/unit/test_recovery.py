@@ -31,3 +31,8 @@ def test_the_last_exception_is_quoted() -> None:
     log = ("(EngineCore pid=1) ERROR 11-29 14:00:00 [core.py:1] ValueError: the head count 9 is odd",
            "RuntimeError: Engine core initialization failed. See root cause above.")
     assert "ValueError: the head count 9 is odd" in classify(Evidence(status=1, phase="", log=log)).exception().line
+
+
+def test_an_engine_that_was_killed_is_said_so() -> None:
+    log = ("RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",)
+    assert "ended without a word" in classify(Evidence(status=1, phase="weights loaded", log=log)).exception().line
