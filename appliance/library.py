@@ -21,7 +21,7 @@ from typing import Any
 from appliance import disk, jobs, manifest
 from appliance.digests import source_digest
 from appliance.directories import Directories, ensure
-from appliance.errors import ModelError
+from appliance.errors import ModelError, UsageError
 from appliance.importing.safetensors import read_header
 from appliance.importing.source import Source, inspect
 from appliance.settings import DEFAULT_MODEL, Parsed
@@ -71,6 +71,7 @@ def add_model(
     """
     started = time.monotonic()
     with jobs.ending_on_sigterm():
+        chosen_name = name is not None
         name = name if name is not None else default_name(source)
         check_name(name)
         found = inspect(resolve(source, env=env))
@@ -83,6 +84,8 @@ def add_model(
         # A folder that is cpu_int4 already is taken as it is: no recipe enters its key.
         chosen = {"as_is": True} if found.kind == "cpu_int4" else recipe.to_dict()
         digest = manifest.key(digest_of_source, chosen)
+        if not chosen_name and _belongs_to_another(store, name, digest_of_source):
+            raise UsageError(f"the name {name} belongs to another model", do="give --name")
         cached = store.has(digest)
         if not cached:
             ensure(store.root)
@@ -106,6 +109,14 @@ def add_model(
         if store.names().get(name) != digest:
             store.point(name, digest)
     return Added(name=name, digest=digest, cached=cached, seconds=time.monotonic() - started)
+
+
+def _belongs_to_another(store: Store, name: str, digest_of_source: str) -> bool:
+    """Whether the name points to a model made from another source; one of another recipe may be replaced."""
+    held = store.names().get(name)
+    if held is None or not store.has(held):
+        return False
+    return bool(store.read(held).manifest["source_digest"] != digest_of_source)
 
 
 def resolve(source: str, *, env: Mapping[str, str], packaged: str = EMBEDDED_FILE) -> Path:

@@ -156,3 +156,13 @@ def test_the_group_has_a_help_line_for_each_command() -> None:
     context = click.Context(model)
     assert model.list_commands(context) == ["add", "list", "remove", "show", "use", "verify"]
     assert all(command.get_short_help_str() for command in model.commands.values())
+
+
+def test_a_name_made_from_the_source_never_takes_another_models_name(operator: Operator, tmp_path: Path) -> None:
+    first = source_folder(tmp_path / "a" / "same", fill=1)
+    second = source_folder(tmp_path / "b" / "same", fill=2)
+    operator.run("add", str(first))
+    with pytest.raises(UsageError, match="the name same belongs to another model; give --name"):
+        operator.run("add", str(second))
+    operator.run("add", str(first), "--group-size", "64")
+    operator.run("add", str(second), "--name", "same")
