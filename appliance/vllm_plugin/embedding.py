@@ -10,8 +10,6 @@ than one row is dequantized. The rows that pad the vocabulary are zero.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import Module, functional
@@ -23,32 +21,16 @@ from appliance.kernels.dequantize import linear_bf16
 from appliance.kernels.registry import TABLE
 from appliance.quantize.format import PACKED, SCALE, ZERO, Int4Config
 from appliance.vllm_plugin import ops
-from appliance.vllm_plugin.linear import Packed, create_parameters, pack_layer, threshold
+from appliance.vllm_plugin.linear import Int4Weights, Packed, pack_layer, threshold
 
 TIED = "int4_tied_to"
 
 
-class Int4TableMethod(QuantizeMethodBase):  # type: ignore[misc]  # vLLM is not typed here
-    """vLLM's quantize method of an int4 embedding table or head."""
+class Int4TableMethod(Int4Weights, QuantizeMethodBase):  # type: ignore[misc]  # vLLM is not typed here
+    """vLLM's quantize method of an int4 embedding table or head. Several models give their table no name."""
 
     def __init__(self, fields: Int4Config, group: int, prefix: str) -> None:
-        self.fields = fields
-        self.group = group
-        self.prefix = prefix or "embed_tokens"  # several models give their table no name
-        ops.register_ops()
-
-    def create_weights(
-        self,
-        layer: Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        create_parameters(layer, sum(output_partition_sizes), input_size_per_partition, input_size, self.group,
-                          self.prefix, extra_weight_attrs)
+        super().__init__(fields, group, prefix or "embed_tokens")
 
     def tie_weights(self, layer: Module, embed_tokens: Module) -> Module:
         """Make the head use the table's parameters, before loading. Returns the head."""

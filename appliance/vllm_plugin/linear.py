@@ -41,8 +41,8 @@ class Packed:
         return [getattr(layer, name) for name in self.names]
 
 
-class Int4LinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is not typed here
-    """vLLM's quantize method of one int4 linear layer."""
+class Int4Weights:
+    """What the methods of a linear layer and of a table share: the config, and the checkpoint's three tensors."""
 
     def __init__(self, fields: Int4Config, group: int, prefix: str) -> None:
         self.fields = fields
@@ -62,6 +62,10 @@ class Int4LinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is not t
     ) -> None:
         create_parameters(layer, sum(output_partition_sizes), input_size_per_partition, input_size, self.group,
                           self.prefix, extra_weight_attrs)
+
+
+class Int4LinearMethod(Int4Weights, LinearMethodBase):  # type: ignore[misc]  # vLLM is not typed here
+    """vLLM's quantize method of one int4 linear layer."""
 
     def process_weights_after_loading(self, layer: Module) -> None:
         pack_layer(layer, self.fields, self.group, LINEAR)
