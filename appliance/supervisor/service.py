@@ -226,7 +226,8 @@ class Service:
             self.say("stopped: interrupted while preparing; nothing half-done is kept")
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                # After a stop only the way out is left: a second signal must not change its exit code.
+                signal.signal(number, signal.SIG_IGN if self._stop_signal else handler)
 
 
 def _prepare_folders(node: Node, directories: Directories) -> None:

@@ -30,7 +30,7 @@ from tests.served.test_default_model import LIMIT, prompt_logprobs
 
 pytestmark = [pytest.mark.served, pytest.mark.heavy]
 TEXT = (ROOT / "LICENSE").read_text()[:2500]
-MODELS = {"default": (), "table4": ("--table-bits", "4"), "ignored": ("--ignore", "o_proj"), "group64": ("--group-size", "64", "--table-bits", "4")}
+MODELS = {"plain": (), "table4": ("--table-bits", "4"), "ignored": ("--ignore", "o_proj"), "group64": ("--group-size", "64", "--table-bits", "4")}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, flags in MODELS.items():
         added = run_applianctl(home, "model", "add", "smollm2", "--name", name, *flags)
         assert added.returncode == 0, added.stderr
-    with worker(home, "default", {}) as client:
+    with worker(home, "plain", {}) as client:
         prompt_logprobs(client, TEXT)
     return home
 
@@ -101,12 +101,12 @@ def difference(home: Path, model: str, client: openai.OpenAI) -> float:
 @pytest.mark.parametrize(
     ("model", "fields"),
     [
-        ("default", {"wide_residual": False}),
-        ("default", {"direct_dequant": False}),
-        ("default", {"use_custom_op": False}),
-        ("default", {"dequant_threshold": 8}),
-        ("default", {"prefill_dequant": False}),
-        ("default", {"kernel": "auto"}),
+        ("plain", {"wide_residual": False}),
+        ("plain", {"direct_dequant": False}),
+        ("plain", {"use_custom_op": False}),
+        ("plain", {"dequant_threshold": 8}),
+        ("plain", {"prefill_dequant": False}),
+        ("plain", {"kernel": "auto"}),
         ("table4", {}),
         ("ignored", {}),
         ("group64", {}),
@@ -122,8 +122,8 @@ def test_a_field_off_its_default_on_a_warm_cache(home: Path, model: str, fields:
 
 @pytest.mark.parametrize("value", ["0", "1"])
 def test_the_environment_override_wins(home: Path, value: str) -> None:
-    with worker(home, "default", {"direct_dequant": value == "0"}, VLLM_OMNI_CPU_INT4_DIRECT_DEQUANT=value) as client:
-        assert difference(home, "default", client) <= LIMIT
+    with worker(home, "plain", {"direct_dequant": value == "0"}, VLLM_OMNI_CPU_INT4_DIRECT_DEQUANT=value) as client:
+        assert difference(home, "plain", client) <= LIMIT
 
 
 def test_no_call_of_an_int4_head_has_more_than_one_row(home: Path) -> None:
@@ -147,11 +147,11 @@ def test_case_029_a_missing_tensor_is_refused(home: Path, tmp_path: Path) -> Non
     """A tensor that the file lacks would be served as zeros; the start ends and names it."""
     code = ("import sys; from safetensors.torch import load_file, save_file; t = load_file(sys.argv[1]); "
             "t.pop('model.layers.3.mlp.down_proj.weight_scale'); save_file(t, sys.argv[1])")
-    digest = (home / "store" / "names" / "default").read_text().strip()
+    digest = (home / "store" / "names" / "plain").read_text().strip()
     shutil.copytree(home / "store" / "objects" / digest, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").chmod(0o644)
     subprocess.run([WORKER, "-c", code, str(tmp_path / "model" / "model.safetensors")], check=True)
-    with pytest.raises(AssertionError, match=r"down_proj\.weight_scale"), worker(home, "default", {}, model_folder=tmp_path / "model"):
+    with pytest.raises(AssertionError, match=r"down_proj\.weight_scale"), worker(home, "plain", {}, model_folder=tmp_path / "model"):
         pass
 
 
