@@ -1,6 +1,6 @@
 """Each field of `quantization_config` off its default, served against a compile cache that is warm for the default.
 
-Many vLLM starts (about 12 minutes on two cores): `make test-fields`. A field that changes the compiled graph must reach
+Many vLLM starts (about 20 minutes on two cores): `make test-fields`. A field that changes the compiled graph must reach
 the compile key; if it did not, a start would load code built for the other graph.
 """
 
