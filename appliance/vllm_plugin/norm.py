@@ -1,7 +1,7 @@
 """RMSNorm for `wide_residual`: what comes in as fp32 goes out as fp32, and so does the residual stream.
 
 vLLM's own RMSNorm rounds the residual sum and the result to bf16 in each layer. In a compiled graph the two are fused
-element-wise work, so fp32 costs nothing there and the many-row route takes fp32 activations anyway. Half of the error
+element-wise work, so fp32 fits there, and the many-row route takes fp32 activations anyway. A quarter of the error
 of the served model against an fp32 reference goes (docs/benchmarks.md). Outside a compiled graph, and for bf16 input
 (query and key norms), vLLM's own code runs.
 """
