@@ -1,0 +1,81 @@
+"""Kernel `native`: this project's own int4 kernels (appliance/kernels/native), on every x86-64 CPU.
+
+One copy of the weight in blocks of 16 channels serves one row, many rows and the lookup of table rows. Activations are
+int16 per group, sums are exact integers, results fp32: nearer to fp64 than torch's kernel, and the same for every
+number of threads. No instruction touches AMX tiles, so no number of rows is dangerous and `threshold` is not asked.
+
+On hosts with AMX the library GEMM in bf16 beats every integer kernel from `LIBRARY_ROWS` rows on: there blocks of
+channels are dequantized and multiplied by torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from appliance.kernels import blocked, dequantize
+from appliance.kernels.dequantize import Scratch
+from appliance.kernels.host import TorchHost
+from appliance.kernels.library import Loaded
+from appliance.kernels.reference import Portable
+from appliance.kernels.registry import LayerShape
+from appliance.prepared import LAYOUT_ID
+from appliance.quantize.format import group_refusal
+
+LIBRARY_ROWS = 64
+"""Rows from which an AMX host uses the library GEMM."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeKernel:
+    """Tensor: `blocked` uint8 [bytes], layout `int4-b16-1`."""
+
+    host: TorchHost
+    loaded: Loaded
+    name: str = "native"
+    layout_id: str = LAYOUT_ID
+
+    def why_not(self, layer: LayerShape, host: TorchHost) -> str | None:
+        if self.loaded.refusal:
+            return self.loaded.refusal
+        if reason := group_refusal(layer.group):
+            return reason
+        if layer.k % layer.group:
+            return f"{layer.k} columns are not whole groups of {layer.group}"
+        return None
+
+    def prepare(self, portable: Portable, *, direct: bool) -> dict[str, Tensor]:
+        return {"blocked": blocked.pack(portable)}
+
+    def linear(self, x: Tensor, tensors: Sequence[Tensor], layer: LayerShape, threshold: int, out: Tensor) -> None:
+        if self.host.amx and x.shape[0] >= LIBRARY_ROWS:
+            weight = tensors[0]
+
+            def rows(first: int, stop: int, scratch: Scratch) -> Tensor:
+                return self._channels(torch.arange(first, stop), weight, layer, wide=False)
+
+            dequantize.linear_rows(x, layer.n, rows, self.host.gemm, out)
+            return
+        out.copy_(linear(x, tensors[0], layer, wide=out.dtype == torch.float32))
+
+    def rows(self, ids: Tensor, tensors: Sequence[Tensor], layer: LayerShape) -> Tensor:
+        return self._channels(ids, tensors[0], layer, wide=True)
+
+    def whole(self, tensors: Sequence[Tensor], layer: LayerShape) -> Tensor:
+        return self._channels(torch.arange(layer.n), tensors[0], layer, wide=self.host.gemm == torch.float32)
+
+    def _channels(self, ids: Tensor, weight: Tensor, layer: LayerShape, *, wide: bool) -> Tensor:
+        out: Tensor = torch.ops.cpu_int4.rows(ids, weight, layer.n, layer.k, layer.group, layer.bits, wide)
+        return out
+
+
+NO_BIAS = torch.empty(0, dtype=torch.bfloat16)
+
+
+def linear(x: Tensor, weight: Tensor, layer: LayerShape, bias: Tensor = NO_BIAS, *, wide: bool) -> Tensor:
+    """x bf16 or fp32 [M, K], any strides, times a blocked weight, plus the bias: [M, N], fp32 if `wide`, else bf16."""
+    out: Tensor = torch.ops.cpu_int4.linear(x, weight, bias, layer.n, layer.k, layer.group, layer.bits, wide)
+    return out
