@@ -4,11 +4,13 @@ PORT ?= 8000
 AGENT := .venv
 WORKER := .venv-worker
 TESTLIB := build/testlib
+RESULTS := build/bench/results
+BENCH_ISAS ?= native avx2
 export APPLIANCE_HOME ?= $(CURDIR)/.run
 export PROMPT
 # The worker's interpreter is found beside the agent's environment; nothing to configure.
 
-.PHONY: help run status chat test test-fast test-worker test-served test-fields bench lint lock goldens clean
+.PHONY: help run status chat test test-fast test-worker test-served test-fields bench bench-memory bench-kernels bench-serving bench-peers bench-report lint lock goldens clean
 
 help:           ## This list.
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -37,9 +39,29 @@ test-served: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed  ## Tests again
 test-fields: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed  ## Each config field off its default on a warm cache (many vLLM starts).
 	$(AGENT)/bin/python -m pytest tests/served -m heavy
 
-bench: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed  ## Measurements: memory of `model add`, speed and memory of serving.
+bench: bench-memory bench-kernels bench-serving bench-report  ## All measurements, against llama.cpp too: docs/benchmarks.md (hours).
+
+bench-memory: $(AGENT)/.test $(WORKER)/.installed  ## Peak memory and speed of quantizing a 1B model.
 	$(WORKER)/bin/python -m tests.bench.quantize_memory
-	$(AGENT)/bin/python -m tests.bench.serving
+
+bench-kernels: $(WORKER)/.installed  ## The int4 kernels against memory bandwidth, ATen and torch's GEMM.
+	@mkdir -p $(RESULTS)
+	for isa in $(BENCH_ISAS); do \
+	  $(WORKER)/bin/python -m tests.bench.kernels --isa $$isa --json $(RESULTS)/kernels-$$isa.json || exit 1; done
+
+bench-serving: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed bench-peers  ## Served models against llama.cpp, and vLLM's own step.
+	@mkdir -p $(RESULTS)
+	for isa in $(BENCH_ISAS); do for model in smollm2 1b; do \
+	  $(AGENT)/bin/python -m tests.bench.serving --model $$model --isa $$isa --json $(RESULTS)/serving-$$model-$$isa.json || exit 1; \
+	done; done
+	$(AGENT)/bin/python -m tests.bench.serving --model hollow --json $(RESULTS)/serving-hollow-native.json
+
+bench-peers: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed  ## Build llama.cpp and its model files (cmake, g++).
+	$(AGENT)/bin/python -m tests.bench.build_llama
+	$(AGENT)/bin/python -m tests.bench.models
+
+bench-report: build/bench/env/.installed  ## Tables and plots of the results in build/bench/results.
+	build/bench/env/bin/python -m tests.bench.report $(RESULTS)/*.json --plots docs/benchmarks
 
 lint: $(AGENT)/.test  ## ruff and mypy.
 	$(AGENT)/bin/ruff check .
@@ -75,4 +97,10 @@ $(WORKER)/.installed: packaging/worker.lock packaging/install-worker pyproject.t
 # Test tools for the worker's Python stay outside its environment, which is exactly what nodes get.
 $(TESTLIB)/.installed: $(WORKER)/.installed
 	$(WORKER)/bin/pip install -q --upgrade --target $(TESTLIB) pytest hypothesis
+	@touch $@
+
+# Plots are drawn outside both environments as well.
+build/bench/env/.installed:
+	$(PYTHON) -m venv build/bench/env
+	build/bench/env/bin/pip install -q 'matplotlib>=3.8'
 	@touch $@

@@ -22,10 +22,11 @@ GIB = 1024**3
 
 PHASES = ("load", "compile", "warm-up", "serve")
 
-API_SERVER_BYTES = 620 * MIB
-"""PSS of vLLM's API server process (Python, torch and vLLM imported, tokenizer). Measured: docs/benchmarks.md."""
-ENGINE_BYTES = 700 * MIB
-"""PSS of the engine process without weights, cache and activations. Measured: docs/benchmarks.md."""
+API_SERVER_BYTES = 480 * MIB
+"""PSS of vLLM's API server process: Python, torch and vLLM imported, tokenizer. Measured: docs/profile.md."""
+ENGINE_BYTES = 420 * MIB
+"""PSS of the engine process without weights, cache and activations: forked from the API server, so what neither has
+written to since is counted half here and half there. Measured: docs/profile.md."""
 COMPILE_BYTES = 500 * MIB
 """Inductor's graph memory plus one g++ at its peak. Measured: docs/benchmarks.md."""
 RESERVE_PERCENT = 10
@@ -68,8 +69,9 @@ def kv_bytes(model: ModelFacts, tokens: int, block: int) -> int:
     return blocks * block * kv_bytes_per_token(model)
 
 
-def items(model: ModelFacts, shape: Shape, *, block: int, gemm_bytes: int) -> tuple[MemoryItem, ...]:
-    """Every line of the arithmetic. `gemm_bytes`: bytes of one value in the many-row GEMM (4 fp32, 2 bf16)."""
+def items(model: ModelFacts, shape: Shape, *, block: int, gemm_bytes: int, mapped: bool) -> tuple[MemoryItem, ...]:
+    """Every line of the arithmetic. `gemm_bytes`: bytes of one value in the many-row GEMM (4 fp32, 2 bf16); `mapped`:
+    the weights lie prepared in the store, so that loading packs nothing."""
     always = PHASES
     n, k = model.largest_linear
     table_rows = model.vocab_size
@@ -84,7 +86,7 @@ def items(model: ModelFacts, shape: Shape, *, block: int, gemm_bytes: int) -> tu
         MemoryItem(item="weights: 4-bit linears", bytes=model.linear_bytes, phases=always),
         MemoryItem(item="weights: embedding table and head", bytes=model.table_bytes, phases=always),
         MemoryItem(item="weights: kept in bf16", bytes=model.kept_bytes, phases=always),
-        MemoryItem(item="packing the largest layer", bytes=packing, phases=("load",)),
+        *([] if mapped else [MemoryItem(item="packing the largest layer", bytes=packing, phases=("load",))]),
         MemoryItem(item="key/value cache", bytes=kv_bytes(model, shape.kv_tokens, block),
                    phases=("warm-up", "serve")),
         MemoryItem(item="activations of one batch", bytes=activations, phases=("compile", "warm-up", "serve")),

@@ -5,8 +5,8 @@ a unit cannot change what was planned. Rules:
 
 * every path the worker may write to lies below the appliance's own directories;
 * nothing goes to the network: offline hub, no usage statistics, loopback only;
-* one process less: the engine runs the model itself (`VLLM_ENABLE_V1_MULTIPROCESSING=0`), which also gives the
-  model all planned threads;
+* two processes: the API server, and the engine, forked from it, which runs the model itself
+  (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) on all planned threads;
 * Inductor's own cache instead of vLLM's AOT cache, which never loads on CPU in 0.32.
 """
 
@@ -38,7 +38,7 @@ PLANNED_FLAGS = (
     "--model", "--served-model-name", "--host", "--port", "--uds", "--dtype", "--max-model-len", "--max-num-seqs",
     "--max-num-batched-tokens", "--max-num-queued-reqs", "--kv-cache-memory-bytes", "--block-size", "--hf-overrides",
     "--model-loader-extra-config", "--shutdown-timeout", "--enforce-eager", "--ssl-certfile", "--ssl-keyfile",
-    "--compilation-config", "--optimization-level", "--tensor-parallel-size", "--data-parallel-size",
+    "--load-format", "--compilation-config", "--optimization-level", "--tensor-parallel-size", "--data-parallel-size",
     "--pipeline-parallel-size", "--quantization", "--api-key", "--config",
 )
 """What the plan or a setting decides; `worker.extra_args` may not say it again."""
@@ -62,12 +62,14 @@ FORBIDDEN_ENV: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where the worker reads and writes. All absolute; `sockets` must be short (AF_UNIX limit)."""
+    """Where the worker reads and writes. All absolute; `sockets` must be short (AF_UNIX limit). `prepared`: the folder
+    of mapped weights, empty where there is none and the worker packs in memory."""
 
     model: str
     cache: str
     tmp: str
     sockets: str
+    prepared: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,7 @@ class Dials:
     port: int
     model_name: str
     quantization: Mapping[str, Any]
+    kernel: str
     threads: int
     cpus: tuple[int, ...] | None
     context: int
@@ -111,6 +114,7 @@ def argv(dials: Dials, places: Places, settings: Settings) -> tuple[str, ...]:
         "--kv-cache-memory-bytes", str(dials.kv_bytes),
         "--block-size", str(dials.block),
         "--hf-overrides", json.dumps(overrides, sort_keys=True),
+        "--load-format", PLUGIN,
         # vLLM does not notice missing tensors of quantized models unless told to.
         "--model-loader-extra-config", json.dumps({"enable_weights_track": True}),
         "--shutdown-timeout", str(int(dials.drain_s)),
@@ -131,6 +135,7 @@ def env(dials: Dials, places: Places, settings: Settings) -> dict[str, str]:
         "CXX": (dials.compiler or "") if dials.compile else "",
         "VLLM_LOGGING_LEVEL": "INFO",  # the phases of a start are read from the log
         "APPLIANCE_WORKER_CPUS": ",".join(map(str, dials.cpus or ())),
+        "APPLIANCE_PREPARED": places.prepared,
         "ATEN_CPU_CAPABILITY": dials.capability,
         "OMP_NUM_THREADS": str(dials.threads),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -196,10 +201,11 @@ def env_refusal(env: Mapping[str, str]) -> str | None:
 
 
 def narrowed(dials: Dials, **changes: Any) -> Dials:
-    """The dials with some values changed (a rung of the ladder); only a compiled graph has a wide residual."""
+    """The dials with some values changed (a rung of the ladder). The quantization follows: its kernel, and that
+    `wide_residual` is for a compiled graph (fused layers are wide by themselves)."""
     changed = replace(dials, **changes)
     wide = bool(changed.quantization.get("wide_residual")) and changed.compile
-    return replace(changed, quantization={**changed.quantization, "wide_residual": wide})
+    return replace(changed, quantization={**changed.quantization, "kernel": changed.kernel, "wide_residual": wide})
 
 
 def _level(capability: str) -> int:

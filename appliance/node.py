@@ -19,9 +19,10 @@ from appliance.facts import HostFacts, ModelFacts
 from appliance.jobs import worker_contract
 from appliance.launch import MAX_SOCKET_DIRECTORY, Places
 from appliance.library import active_name
-from appliance.plan import Plan, early_refusal, make_plan
+from appliance.plan import Plan, make_plan
 from appliance.probe.host import read_host
 from appliance.probe.model import read_model
+from appliance.refusal import early_refusal
 from appliance.settings import Parsed
 from appliance.store import Store
 
@@ -47,22 +48,25 @@ def read_node(parsed: Parsed, directories: Directories, worker_python: str, *, e
     versions = {name: str(version) for name, version in contract["versions"].items() if version}
     host = read_host("/", store=directories.store, versions=versions)
     name = model_name or active_name(parsed, directories)
-    stored = Store(directories.store).get(name)
+    store = Store(directories.store)
+    stored = store.get(name)
     model = read_model(stored.path, name=name, digest=stored.digest)
-    where = places(directories, model_path=stored.path, fingerprint=host.fingerprint)
+    where = places(directories, model_path=stored.path, fingerprint=host.fingerprint,
+                   prepared=store.prepared(stored.digest))
     host = _without_own_worker(host, directories)
     plan = make_plan(host, model, parsed.settings, where, kernels=tuple(contract["kernels"]))
     return Node(host=host, model=model, plan=plan, places=where, versions=versions)
 
 
-def places(directories: Directories, *, model_path: Path, fingerprint: str) -> Places:
+def places(directories: Directories, *, model_path: Path, fingerprint: str, prepared: Path | None = None) -> Places:
     """The worker's folders. Compiled code lies below the host's fingerprint, so that no other CPU ever loads it."""
     cache = directories.cache / fingerprint
     sockets = str(directories.runtime)
     if len(sockets) > MAX_SOCKET_DIRECTORY:
         mark = hashlib.sha256(sockets.encode()).hexdigest()[:8]
         sockets = f"/tmp/appliance-{os.geteuid()}-{mark}"
-    return Places(model=str(model_path), cache=str(cache), tmp=str(cache / "tmp"), sockets=sockets)
+    return Places(model=str(model_path), cache=str(cache), tmp=str(cache / "tmp"), sockets=sockets,
+                  prepared=str(prepared or ""))
 
 
 def refuse_early(parsed: Parsed, directories: Directories, worker_python: str, *, env: Mapping[str, str]) -> None:

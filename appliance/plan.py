@@ -5,6 +5,7 @@
 A plan holds a ladder of rungs; `full` is what serves, the others are what the supervisor may step down to after a
 fault. Safety rules that no setting can change: `prefill_dequant` is true, and with the aten kernel
 `dequant_threshold` is 2 (more than one row in torch's int4 kernel and then attention dies of SIGILL on AMX hosts).
+The native kernel has no such limit; where it serves a model of plain decoder layers, those run fused and uncompiled.
 No I/O, no clock, no environment: the same facts give the same plan.
 """
 
@@ -16,10 +17,10 @@ from typing import Any
 
 from appliance import budget, launch
 from appliance.budget import MIN_CONTEXT, MemoryItem, Shape, show
-from appliance.errors import ApplianceError, by_exit_code
 from appliance.facts import HostFacts, ModelFacts
 from appliance.launch import Dials, Places
-from appliance.quantize.format import KERNELS, parse_config
+from appliance.quantize.format import parse_config
+from appliance.refusal import Refusal, early_refusal, ranges
 from appliance.settings import Settings
 from appliance.threads import choose_threads
 
@@ -27,8 +28,9 @@ SCHEMA = 1
 BLOCK = 32
 """Tokens per key/value block: with vLLM's own 128 short prompts share no prefix; AMX attention wants 32n."""
 SAFE_DEQUANT_THRESHOLD = 2
-WIDE_RESIDUAL = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Architectures made of RMSNorm and plain linears only, whose compiled graph may keep the residual stream in fp32."""
+PLAIN_DECODERS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Architectures made of RMSNorm and plain linears only. Native operators run their layers whole, and the residual
+stream may stay fp32, there and in a compiled graph."""
 LOWER_CAPABILITY = {"avx512": "avx2", "avx2": "default"}
 
 
@@ -53,17 +55,6 @@ class Rung:
     cpus: tuple[int, ...] | None
     context: int
     kv_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
-    exit_code: int
-    what: str
-    why: str
-    do: str
-
-    def error(self) -> ApplianceError:
-        return by_exit_code(self.exit_code)(self.what, why=self.why, do=self.do)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +83,7 @@ def make_plan(
     settings: Settings,
     places: Places,
     *,
-    kernels: tuple[str, ...] = ("aten",),
+    kernels: tuple[str, ...] = ("native", "aten"),
 ) -> Plan:
     """Plan one worker for `model` on `host`. Never raises for a misfit: `Plan.refused` then says what would fit.
 
@@ -105,32 +96,36 @@ def make_plan(
     threads = choose_threads(host.topology, settings)
     choices.append(Choice(name="threads", value=threads.count, reason=threads.reason, evidence=threads.evidence))
     if threads.cpus is not None:
-        choices.append(Choice(name="cpus", value=_ranges(threads.cpus), evidence=threads.evidence,
+        choices.append(Choice(name="cpus", value=ranges(threads.cpus), evidence=threads.evidence,
                               reason="the worker is confined to the chosen cores"))
-    choices += _kernel_choices(tier, model)
+    kernel = _kernel(settings, kernels)
+    choices += _kernel_choices(kernel, tier, model, kernels)
     running = settings.max_running or _default_running(threads.count)
     choices.append(_running_choice(running, threads.count, settings))
-    can_compile, compile_reason, compile_evidence = _compile(host, settings)
+    fused = kernel == "native" and model.architecture in PLAIN_DECODERS and settings.compile is not True
+    can_compile, compile_reason, compile_evidence = _compile(host, settings, fused=fused)
     ceiling, ceiling_source = _ceiling(host, settings)
     usable = _usable(host, ceiling, settings)
     gemm_bytes = 2 if tier in ("avx512_bf16", "amx") else 4
-    fitted = _fit(model, settings, running, can_compile, usable, gemm_bytes)
+    mapped = kernel == "native" and bool(places.prepared)
+    fitted = _fit(model, settings, running, can_compile, usable, gemm_bytes, mapped=mapped)
     if isinstance(fitted, Refusal):
         return _refused(host, model, fitted, tuple(choices))
     shape, lines = fitted
     if can_compile and not shape.compile:
         compile_reason, compile_evidence = "the compiler's peak does not fit under the ceiling", "memory arithmetic"
     choices += _shape_choices(model, settings, shape, ceiling, ceiling_source, compile_reason, compile_evidence)
-    wide = shape.compile and model.architecture in WIDE_RESIDUAL
-    choices.append(Choice(name="residual stream", value="fp32" if wide else "bf16", evidence="docs/benchmarks.md",
-                          reason="takes a quarter of the error against an fp32 reference" if wide else
-                          "only the compiled graph of a plain RMSNorm model can keep it wider"))
+    wide = shape.compile and model.architecture in PLAIN_DECODERS
+    choices.append(Choice(name="residual stream", value="fp32" if wide or fused else "bf16",
+                          evidence="docs/benchmarks.md",
+                          reason="takes a quarter of the error against an fp32 reference" if wide or fused else
+                          "only the fused layers or the compiled graph of a plain RMSNorm model can keep it wider"))
     quantization = {**parse_config(model.quantization).to_dict(), "prefill_dequant": True,
-                    "dequant_threshold": SAFE_DEQUANT_THRESHOLD, "kernel": "aten",
+                    "dequant_threshold": SAFE_DEQUANT_THRESHOLD, "kernel": kernel,
                     "wide_residual": wide}
     dials = Dials(
         host=settings.listen.host, port=settings.listen.port, model_name=model.name, quantization=quantization,
-        threads=threads.count, cpus=threads.cpus, context=shape.context, running=shape.running,
+        kernel=kernel, threads=threads.count, cpus=threads.cpus, context=shape.context, running=shape.running,
         queued=shape.running + settings.max_queued, batch_tokens=shape.batch_tokens,
         kv_bytes=budget.kv_bytes(model, shape.kv_tokens, BLOCK), block=BLOCK, compile=shape.compile,
         capability=launch.ATEN_CAPABILITY[tier], compiler=host.software.compiler, drain_s=settings.drain_s,
@@ -146,57 +141,6 @@ def _refused(host: HostFacts, model: ModelFacts, refusal: Refusal, choices: tupl
     return Plan(schema=SCHEMA, fingerprint=host.fingerprint, model=model.name, tier=host.cpu.tier, rungs=(), memory=(),
                 peak_phase="", peak_bytes=0, ceiling_bytes=host.memory.ceiling_bytes, usable_bytes=None,
                 choices=choices, refused=refusal)
-
-
-def early_refusal(host: HostFacts, settings: Settings, *, kernels: tuple[str, ...]) -> Refusal | None:
-    """What is refused whatever the model is: asked before anything that takes minutes."""
-    return _host_refusal(host) or _settings_refusal(settings, host, kernels)
-
-
-# ---- gates ---------------------------------------------------------------------------------------------------------
-
-
-def _host_refusal(host: HostFacts) -> Refusal | None:
-    cpu = host.cpu
-    if cpu.architecture not in (None, "x86_64"):
-        return Refusal(exit_code=77, what="this machine cannot run the worker",
-                       why=f"its architecture is {cpu.architecture}", do="use a 64-bit x86 machine with AVX2")
-    if host.software.libc is not None and "musl" in host.software.libc:
-        return Refusal(exit_code=77, what="this userland cannot run the worker",
-                       why="torch's wheels need glibc, found musl", do="use Debian, Ubuntu or another glibc system")
-    if host.software.userland not in (None, "amd64"):
-        return Refusal(exit_code=77, what="this userland cannot run the worker",
-                       why=f"it is {host.software.userland}, the worker needs amd64", do="install a 64-bit userland")
-    if cpu.tier in (None, "scalar"):
-        reason = next((t.reason for t in cpu.tiers if t.name == "avx2"), "") or "AVX2 is not available"
-        return Refusal(exit_code=77, what="this CPU cannot run the worker", why=reason,
-                       do="use a CPU with AVX2, or let the hypervisor pass it through")
-    return None
-
-
-def _settings_refusal(settings: Settings, host: HostFacts, kernels: tuple[str, ...]) -> Refusal | None:
-    offered = [name for name in kernels if name in KERNELS]
-    if settings.dtype == "float16":
-        return Refusal(exit_code=78, what="dtype float16 is refused", why="cpu_int4 computes in bfloat16 only",
-                       do="remove dtype from the settings")
-    if settings.dtype == "float32":
-        return Refusal(exit_code=78, what="dtype float32 is refused", why="the int4 kernel has no vector path for it",
-                       do="remove dtype from the settings")
-    if settings.kernel not in ("auto", *offered):
-        return Refusal(exit_code=78, what=f"kernel {settings.kernel} is not available",
-                       why=f"the installed worker offers {', '.join(offered)}", do="set kernel to auto")
-    if settings.listen.host not in ("127.0.0.1", "::1", "localhost"):
-        return Refusal(exit_code=78, what=f"listening on {settings.listen.host} is refused",
-                       why="some routes of the worker are open without a key", do="keep listen.host at 127.0.0.1")
-    if settings.cpu.cpus and not set(settings.cpu.cpus) & set(host.topology.allowed):
-        return Refusal(exit_code=78, what="cpu.cpus cannot be used", do="choose among them",
-                       why=f"this process may run on CPUs {_ranges(host.topology.allowed)} only")
-    if reason := launch.extra_args_refusal(settings.worker.extra_args):
-        return Refusal(exit_code=78, what="worker.extra_args is refused", why=reason,
-                       do="use the setting of that name, or leave it to the plan")
-    if reason := launch.env_refusal(settings.worker.env):
-        return Refusal(exit_code=78, what="worker.env is refused", why=reason, do="remove it from worker.env")
-    return None
 
 
 # ---- choices -------------------------------------------------------------------------------------------------------
@@ -216,18 +160,34 @@ def _running_choice(running: int, threads: int, settings: Settings) -> Choice:
                   reason="one read of the weights serves all of them; more would each be too slow on these threads")
 
 
-def _kernel_choices(tier: str, model: ModelFacts) -> Iterator[Choice]:
-    many = "bf16" if tier in ("avx512_bf16", "amx") else "fp32"
-    yield Choice(name="kernel, one row", value="aten", evidence="worker contract",
-                 reason="torch's int4 kernel; the only int4 kernel this worker has")
-    yield Choice(name="kernel, many rows", value=f"dequantize to {many} and library GEMM",
-                 reason="more than one row in torch's int4 kernel is unsafe before attention (SIGILL on AMX hosts)"
-                 + ("" if many == "bf16" else "; bf16 GEMM is several times slower than fp32 on this tier"),
-                 evidence="no canary has passed for this host")
-    yield Choice(name="dequant_threshold", value=SAFE_DEQUANT_THRESHOLD, evidence="safety rule",
-                 reason="only one-row steps take the int4 kernel, the head included")
-    yield Choice(name="table bits", value=4 if model.quantize_embedding else 16, evidence="checkpoint",
-                 reason="embedding table and head in 4 bits" if model.quantize_embedding else
+def _kernel(settings: Settings, kernels: tuple[str, ...]) -> str:
+    """The operator's kernel, else native where the worker has it; `early_refusal` has refused what is missing."""
+    if settings.kernel != "auto":
+        return settings.kernel
+    return "native" if "native" in kernels else "aten"
+
+
+def _kernel_choices(kernel: str, tier: str, model: ModelFacts, kernels: tuple[str, ...]) -> Iterator[Choice]:
+    why = "set by the operator" if len(kernels) > 1 and kernel != kernels[0] else ""
+    if kernel == "native":
+        amx = "; from 64 rows on the library GEMM in bf16, which AMX makes faster" if tier == "amx" else ""
+        yield Choice(name="kernel, one row", value="native", evidence="worker contract",
+                     reason=why or "int16 activations, exact sums, weights read once and mapped from the store")
+        yield Choice(name="kernel, many rows", value="native", evidence="worker contract",
+                     reason=f"the same copy of the weights serves any number of rows{amx}")
+    else:
+        many = "bf16" if tier in ("avx512_bf16", "amx") else "fp32"
+        yield Choice(name="kernel, one row", value="aten", evidence="worker contract",
+                     reason=why or "torch's int4 kernel; the only int4 kernel this worker has")
+        yield Choice(name="kernel, many rows", value=f"dequantize to {many} and library GEMM",
+                     reason="more than one row in torch's int4 kernel is unsafe before attention (SIGILL on AMX hosts)"
+                     + ("" if many == "bf16" else "; bf16 GEMM is several times slower than fp32 on this tier"),
+                     evidence="no canary has passed for this host")
+        yield Choice(name="dequant_threshold", value=SAFE_DEQUANT_THRESHOLD, evidence="safety rule",
+                     reason="only one-row steps take the int4 kernel, the head included")
+    table_bits = parse_config(model.quantization).stored_table_bits
+    yield Choice(name="table bits", value=table_bits, evidence="checkpoint",
+                 reason=f"embedding table and head in {table_bits} bits" if table_bits < 16 else
                  "embedding table and head kept in bf16, logits in fp32")
     yield Choice(name="group size", value=model.group_size, evidence="checkpoint",
                  reason=f"{model.bits_per_weight:.2f} bits per weight" +
@@ -241,9 +201,11 @@ def _default_running(threads: int) -> int:
     return 8 if threads <= 4 else 16 if threads <= 16 else 32
 
 
-def _compile(host: HostFacts, settings: Settings) -> tuple[bool, str, str]:
+def _compile(host: HostFacts, settings: Settings, *, fused: bool) -> tuple[bool, str, str]:
     if settings.compile is False:
         return False, "switched off by the operator", "settings compile"
+    if fused:
+        return False, "native operators run each decoder layer whole: nothing is left to compile", "docs/profile.md"
     if host.software.compiler is None:
         return False, "torch.compile needs g++ and none was found; layers run one by one, decode is slower", "PATH"
     if host.software.python_headers is None:
@@ -292,13 +254,13 @@ def _shapes(model: ModelFacts, settings: Settings, running: int, can_compile: bo
 
 
 def _fit(model: ModelFacts, settings: Settings, running: int, can_compile: bool, usable: int | None,
-         gemm_bytes: int) -> tuple[Shape, tuple[MemoryItem, ...]] | Refusal:
+         gemm_bytes: int, *, mapped: bool) -> tuple[Shape, tuple[MemoryItem, ...]] | Refusal:
     if usable is None:
         return Refusal(exit_code=76, what="the memory ceiling is unknown", do="set memory.ceiling in the settings",
                        why="neither /proc/meminfo nor a cgroup limit can be read")
     smallest: tuple[int, Shape] | None = None
     for shape in _shapes(model, settings, running, can_compile):
-        lines = budget.items(model, shape, block=BLOCK, gemm_bytes=gemm_bytes)
+        lines = budget.items(model, shape, block=BLOCK, gemm_bytes=gemm_bytes, mapped=mapped)
         _, need = budget.peak(lines)
         # The full context may take several sequences' worth only where that is cheap: a quarter of the memory.
         roomy = shape.kv_tokens == shape.context or budget.kv_bytes(model, shape.kv_tokens, BLOCK) <= usable // 4
@@ -345,6 +307,8 @@ def _shape_choices(model: ModelFacts, settings: Settings, shape: Shape, ceiling:
 def _ladder(dials: Dials, model: ModelFacts, shape: Shape) -> Iterator[tuple[str, dict[str, Any]]]:
     """Rung id and the dials it changes against `full`. The memory rungs build on each other."""
     yield "full", {}
+    if dials.kernel == "native":
+        yield "aten", {"kernel": "aten"}
     if dials.compile:
         yield "no-compile", {"compile": False}
     one = budget.kv_bytes(model, shape.context, BLOCK)
@@ -369,14 +333,3 @@ def _rung(name: str, changes: Mapping[str, Any], dials: Dials, places: Places, s
     return Rung(id=name, changes=dict(changes), argv=launch.argv(changed, places, settings),
                 env=launch.env(changed, places, settings), quantization=dict(changed.quantization),
                 threads=changed.threads, cpus=changed.cpus, context=changed.context, kv_bytes=changed.kv_bytes)
-
-
-def _ranges(cpus: tuple[int, ...]) -> str:
-    """(0, 1, 2, 5) -> `0-2,5`."""
-    spans: list[list[int]] = []
-    for cpu in cpus:
-        if spans and cpu == spans[-1][1] + 1:
-            spans[-1][1] = cpu
-        else:
-            spans.append([cpu, cpu])
-    return ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in spans)

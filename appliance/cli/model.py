@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import click
 
 from appliance import library, status
 from appliance.cli.application import Application
-from appliance.errors import ModelError, NotReachable, StoreError, UsageError
+from appliance.errors import ApplianceError, ModelError, NotReachable, StoreError, UsageError
+from appliance.facts import ModelFacts
+from appliance.jobs import Event
+from appliance.quantize.format import parse_config
 from appliance.store import Store, Stored
 
 _application = click.make_pass_decorator(Application)
@@ -30,7 +33,7 @@ def model() -> None:
 @click.option("--name", help="Name in the store (default: made from SOURCE).")
 @click.option("--group-size", type=click.Choice(["32", "64", "128", "256"]),
               help="Weights per scale (default: by the model's size).")
-@click.option("--table-bits", type=click.Choice(["4", "16"]),
+@click.option("--table-bits", type=click.Choice(["4", "8", "16"]),
               help="Bits of the embedding table and head (default: by the model's size).")
 @click.option("--ignore", multiple=True, metavar="MODULE", help="Keep this layer in bf16; may be repeated.")
 @_application
@@ -52,6 +55,9 @@ def add(
             source, name=name, recipe=recipe, store=store, directories=app.directories, worker_python=app.worker_python,
             on_event=progress, env=app.env, now=time.time(), worker_env=app.settings.worker.env,
         )
+        reason = _prepare(app, store, added.digest, progress)
+    if reason:
+        click.echo(f"applianctl: warning: the weights are not laid out yet ({reason}); `serve` tries again", err=True)
     if added.cached:
         click.echo(f"{added.name}: in the store already, nothing to do ({added.seconds:.1f} s)")
         return
@@ -109,7 +115,7 @@ def show(app: Application, name: str | None, as_json: bool) -> None:
         ("architecture", facts.architecture),
         ("weights", f"{_count(facts.parameters)}, {facts.bits_per_weight:.2f} bits each, {_size(stored_bytes)}"),
         ("  linears", f"{_size(facts.linear_bytes)}, group {_group(manifest['report'])}"),
-        ("  tables", f"{_size(facts.table_bytes)}, {'4-bit' if facts.quantize_embedding else 'bf16'}"
+        ("  tables", f"{_size(facts.table_bytes)}, {_table_kind(facts)}"
                      f"{', tied' if facts.tied else ''}"),
         ("  kept", _size(facts.kept_bytes)),
         ("layers", f"{facts.layers}{window}"),
@@ -136,6 +142,10 @@ def verify(app: Application, name: str | None) -> None:
         findings = store.verify(store.pointed(called))
         for finding in findings:
             click.echo(f"{called}: {finding}")
+        layout = store.prepared_finding(store.pointed(called), contents=True)
+        if layout and layout != "it is not there":
+            click.echo(f"{called}: prepared weights: {layout}")
+            findings.append(layout)
         if findings:
             damaged.append(called)
         else:
@@ -176,6 +186,16 @@ def use(app: Application, name: str) -> None:
         click.echo(f"applianctl: warning: {winner} sets the model to {active!r} and wins", err=True)
 
 
+def _prepare(app: Application, store: Store, digest: str, on_event: Callable[[Event], None]) -> str | None:
+    """Lay the weights out for the kernels; what went wrong, or None. The model itself is stored in either case."""
+    try:
+        library.prepare_model(digest, kernel=app.settings.kernel, store=store, worker_python=app.worker_python,
+                              on_event=on_event, env=app.env, worker_env=app.settings.worker.env)
+    except ApplianceError as error:
+        return error.line
+    return None
+
+
 def _find(app: Application, name: str | None) -> tuple[Stored, str]:
     called = _called(app, name)
     return Store(app.directories.store).get(called), called
@@ -214,6 +234,11 @@ def _by_reason(kept: Iterable[Any]) -> dict[str, list[str]]:
     for layer in kept:
         found.setdefault(layer.reason, []).append(layer.name)
     return found
+
+
+def _table_kind(facts: ModelFacts) -> str:
+    bits = parse_config(facts.quantization).stored_table_bits
+    return "bf16" if bits == 16 else f"{bits}-bit"
 
 
 def _bits(report: dict[str, Any]) -> str:

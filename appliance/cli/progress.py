@@ -19,6 +19,7 @@ STEP_S = 2.0
 PHASES = {
     "checking": "checking the source",
     "waiting": "waiting: another process adds the same model",
+    "preparing": "laying the weights out for the kernels",
     "reading": "reading the source",
     "quantizing": "quantizing",
     "writing": "writing the last files",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import click
 
 from appliance.cli.application import Application
-from appliance.errors import ConfigError
+from appliance.errors import ApplianceError, ConfigError
 from appliance.settings import Settings
 
 
@@ -73,6 +73,7 @@ def obtain(app: Application, python: str, say: Callable[[str], None]) -> str:
     if name in store.names() or name != DEFAULT_MODEL:
         stored = store.get(name)
         say(f"model {name}: cache used ({stored.digest[:12]}), nothing to quantize")
+        prepare(app, name, stored.digest, python, say)
         return name
     say(f"model {name}: not in the store yet, quantizing it to 4 bits")
     with Progress() as on_event:
@@ -80,4 +81,25 @@ def obtain(app: Application, python: str, say: Callable[[str], None]) -> str:
                           worker_python=lambda: python, on_event=on_event, env=app.env, now=time.time(),
                           worker_env=app.settings.worker.env)
     say(f"model {name}: {'cache used' if added.cached else 'quantized'} in {added.seconds:.0f} s ({added.digest[:12]})")
+    prepare(app, name, added.digest, python, say)
     return name
+
+
+def prepare(app: Application, name: str, digest: str, python: str, say: Callable[[str], None]) -> None:
+    """Make sure that the worker can map the model's weights; without that it packs them in memory, and we say so."""
+    from appliance.cli.progress import Progress
+    from appliance.library import prepare_model
+    from appliance.store import Store
+
+    store = Store(app.directories.store)
+    there = store.prepared(digest) is not None
+    began = time.monotonic()
+    try:
+        with Progress() as on_event:
+            found = prepare_model(digest, kernel=app.settings.kernel, store=store, worker_python=lambda: python,
+                                  on_event=on_event, env=app.env, worker_env=app.settings.worker.env)
+    except ApplianceError as error:
+        say(f"model {name}: its weights cannot be laid out ({error.line}); the worker packs them in memory")
+        return
+    if found and not there:
+        say(f"model {name}: weights laid out for the kernels in {time.monotonic() - began:.0f} s")

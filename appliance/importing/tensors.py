@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 LATTICE = {"Q4_0": 18, "Q4_1": 20}
 """GGUF types that are a 4-bit lattice of 32 columns already -> bytes of one block."""
+TABLE_LATTICE = {"Q8_0": 34}
+"""The same with 8 bits; kept for tables, where the format has 8 bits too."""
 LATTICE_GROUP = 32
 FLOATS = ("BF16", "F16", "F32", "F64")
 
@@ -135,18 +137,21 @@ def float_rows(tensor: StoredTensor, start: int, stop: int) -> torch.Tensor:
 
 
 def lattice_rows(tensor: StoredTensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows [start, stop) of a Q4_0 or Q4_1 tensor as codes uint8 [n, K] and fp32 scale and zero [n, K / 32].
+    """Rows [start, stop) of a Q4_0, Q4_1 or Q8_0 tensor as codes uint8 [n, K] and fp32 scale and zero [n, K / 32].
 
     w = (code - 8) * scale + zero holds exactly in fp32 (source: llama.cpp's block_q4_0, block_q4_1): scale = d,
-    zero = 0 or m + 8 d. Raises ModelError when a scale or offset is not finite.
+    zero = 0 or m + 8 d; for Q8_0 w = (code - 128) * scale, stored as signed bytes. Raises ModelError when a scale or
+    offset is not finite.
     """
     import torch
 
-    size = LATTICE[tensor.kind]
+    size = (LATTICE | TABLE_LATTICE)[tensor.kind]
+    coded = 32 if tensor.kind in TABLE_LATTICE else 16
     blocks = raw_rows(tensor, start, stop).reshape(stop - start, -1, size)
-    halves = blocks[..., : size - 16].contiguous().view(torch.float16).float()
-    nibbles = blocks[..., size - 16 :]
-    codes = torch.cat([nibbles & 15, nibbles >> 4], dim=-1).view(stop - start, tensor.columns)
+    halves = blocks[..., : size - coded].contiguous().view(torch.float16).float()
+    stored = blocks[..., size - coded :]
+    codes = stored ^ 128 if coded == 32 else torch.cat([stored & 15, stored >> 4], dim=-1)
+    codes = codes.reshape(stop - start, tensor.columns)
     scale = halves[..., 0]
     zero = halves[..., 1] + 8 * scale if tensor.kind == "Q4_1" else torch.zeros_like(scale)
     if not bool(torch.isfinite(halves).all()):

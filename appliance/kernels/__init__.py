@@ -1,4 +1,4 @@
 """Int4 kernels: the registry that chooses one per layer, torch's own kernel, and the slow obvious reference."""
 
-NAMES = ("aten", "portable")
+NAMES = ("native", "aten", "portable")
 """The kernels of this build, the preferred one first; read without importing torch."""

@@ -41,6 +41,8 @@ class AtenKernel:
     def why_not(self, layer: LayerShape, host: TorchHost) -> str | None:
         if host.int4_refusal:
             return host.int4_refusal
+        if layer.bits != 4:
+            return f"torch's kernel takes 4 bits, not {layer.bits}"
         if layer.n % 16:
             return f"{layer.n} channels: torch's kernel wants a multiple of 16"
         if reason := group_refusal(layer.group):

@@ -104,6 +104,15 @@ def portable_rows(packed: Tensor, scale: Tensor, zero: Tensor, first: int, stop:
     return scratch.result((n, k))
 
 
+def byte_rows(packed: Tensor, scale: Tensor, zero: Tensor, first: int, stop: int, scratch: Scratch) -> Tensor:
+    """[n, K] in the GEMM type from 8-bit codes [N, K], columns in their own order."""
+    n, k, groups = stop - first, packed.shape[1], scale.shape[1]
+    w = scratch.weight[: n * k].view(n, k).copy_(packed[first:stop])
+    factor = scale[first:stop].float()[..., None]
+    w.view(n, groups, k // groups).mul_(factor).add_(zero[first:stop].float()[..., None].sub_(factor, alpha=128))
+    return scratch.result((n, k))
+
+
 def even_odd(x: Tensor) -> Tensor:
     """Activations [M, K] in the column order of `portable_rows`."""
     return x.view(x.shape[0], x.shape[1] // 2, 2).transpose(1, 2).reshape(x.shape)

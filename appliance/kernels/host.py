@@ -25,6 +25,8 @@ class TorchHost:
     """`DEFAULT`, `AVX2` or `AVX512`: what ATen dispatches to."""
     gemm: torch.dtype
     """The GEMM type that is fast here: bf16 with AVX512-BF16 or AMX, else fp32."""
+    amx: bool
+    """Whether the library GEMM multiplies bf16 in AMX tiles, which no other route comes near to for many rows."""
     int4_refusal: str | None
     """Why torch's own int4 kernel cannot be used, or None."""
 
@@ -37,6 +39,7 @@ def read_torch_host(aten: Any = None, torch_version: str | None = None) -> Torch
         torch_version=version,
         capability=str(torch.backends.cpu.get_cpu_capability()),
         gemm=gemm_dtype(str(torch.backends.cpu.get_cpu_capability()), dict(torch.cpu.get_capabilities())),
+        amx=has_amx(str(torch.backends.cpu.get_cpu_capability()), dict(torch.cpu.get_capabilities())),
         int4_refusal=int4_refusal(aten, version),
     )
 
@@ -48,6 +51,11 @@ def gemm_dtype(capability: str, features: dict[str, Any]) -> torch.dtype:
     """
     native = features.get("avx512_bf16") or features.get("amx_bf16") or features.get("amx_tile")
     return torch.bfloat16 if native and capability.startswith("AVX512") else torch.float32
+
+
+def has_amx(capability: str, features: dict[str, Any]) -> bool:
+    """AMX with bf16, and ATen not held back to a lower instruction set."""
+    return bool(features.get("amx_tile") and features.get("amx_bf16", True)) and capability.startswith("AVX512")
 
 
 def int4_refusal(aten: Any, torch_version: str) -> str | None:

@@ -19,6 +19,8 @@ import torch
 ABI = 1
 FILE = Path(__file__).with_name("libint4.so")
 VARIANT_ENV = "APPLIANCE_KERNEL"
+REFUSED_ENV = "APPLIANCE_KERNEL_REFUSED"
+"""Why the self-test at the worker's start left the whole library out; set by it, read by `load`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,8 @@ class Loaded:
 @functools.cache
 def load() -> Loaded:
     """The library of this process, with its operators `torch.ops.cpu_int4.*` defined."""
+    if reason := os.environ.get(REFUSED_ENV):
+        return Loaded(library=None, refusal=reason)
     return open_library(FILE, os.environ)
 
 
@@ -80,6 +84,7 @@ def open_library(file: Path, env: Mapping[str, str]) -> Loaded:
     return Loaded(library=Library(handle=handle, variants=runs), refusal=None)
 
 
+@functools.cache  # torch takes them once
 def _register_fakes() -> None:
     """Shapes of the operators' results, for torch.compile."""
 

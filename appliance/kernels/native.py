@@ -16,15 +16,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from appliance.kernels import blocked, dequantize
-from appliance.kernels.dequantize import Scratch
+from appliance.kernels import blocked
+from appliance.kernels.dequantize import channels_per_block
 from appliance.kernels.host import TorchHost
 from appliance.kernels.library import Loaded
 from appliance.kernels.reference import Portable
 from appliance.kernels.registry import LayerShape
-from appliance.prepared import LAYOUT_ID
+from appliance.prepared import BLOCK, LAYOUT_ID
 from appliance.quantize.format import group_refusal
 
+NAME = "native"
 LIBRARY_ROWS = 64
 """Rows from which an AMX host uses the library GEMM."""
 
@@ -35,7 +36,7 @@ class NativeKernel:
 
     host: TorchHost
     loaded: Loaded
-    name: str = "native"
+    name: str = NAME
     layout_id: str = LAYOUT_ID
 
     def why_not(self, layer: LayerShape, host: TorchHost) -> str | None:
@@ -52,24 +53,15 @@ class NativeKernel:
 
     def linear(self, x: Tensor, tensors: Sequence[Tensor], layer: LayerShape, threshold: int, out: Tensor) -> None:
         if self.host.amx and x.shape[0] >= LIBRARY_ROWS:
-            weight = tensors[0]
-
-            def rows(first: int, stop: int, scratch: Scratch) -> Tensor:
-                return self._channels(torch.arange(first, stop), weight, layer, wide=False)
-
-            dequantize.linear_rows(x, layer.n, rows, self.host.gemm, out)
+            library_gemm(x, tensors[0], layer, self.host.gemm, out)
             return
         out.copy_(linear(x, tensors[0], layer, wide=out.dtype == torch.float32))
 
     def rows(self, ids: Tensor, tensors: Sequence[Tensor], layer: LayerShape) -> Tensor:
-        return self._channels(ids, tensors[0], layer, wide=True)
+        return rows(ids, tensors[0], layer, wide=True)
 
     def whole(self, tensors: Sequence[Tensor], layer: LayerShape) -> Tensor:
-        return self._channels(torch.arange(layer.n), tensors[0], layer, wide=self.host.gemm == torch.float32)
-
-    def _channels(self, ids: Tensor, weight: Tensor, layer: LayerShape, *, wide: bool) -> Tensor:
-        out: Tensor = torch.ops.cpu_int4.rows(ids, weight, layer.n, layer.k, layer.group, layer.bits, wide)
-        return out
+        return rows(torch.arange(layer.n), tensors[0], layer, wide=self.host.gemm == torch.float32)
 
 
 NO_BIAS = torch.empty(0, dtype=torch.bfloat16)
@@ -78,4 +70,21 @@ NO_BIAS = torch.empty(0, dtype=torch.bfloat16)
 def linear(x: Tensor, weight: Tensor, layer: LayerShape, bias: Tensor = NO_BIAS, *, wide: bool) -> Tensor:
     """x bf16 or fp32 [M, K], any strides, times a blocked weight, plus the bias: [M, N], fp32 if `wide`, else bf16."""
     out: Tensor = torch.ops.cpu_int4.linear(x, weight, bias, layer.n, layer.k, layer.group, layer.bits, wide)
+    return out
+
+
+def library_gemm(x: Tensor, weight: Tensor, layer: LayerShape, gemm: torch.dtype, out: Tensor) -> None:
+    """out[M, N] = x[M, K] @ W.t() by torch's GEMM, on blocks of channels dequantized into a bounded scratch."""
+    x = x.to(gemm)
+    step = channels_per_block(layer.k, BLOCK)
+    for first in range(0, layer.n, step):
+        stop = min(first + step, layer.n)
+        columns = torch.ops.cpu_int4.columns(weight, layer.n, layer.k, layer.group, layer.bits, first // BLOCK,
+                                             -(-(stop - first) // BLOCK), gemm == torch.float32)
+        out[:, first:stop].copy_(torch.mm(x, columns)[:, : stop - first])
+
+
+def rows(ids: Tensor, weight: Tensor, layer: LayerShape, *, wide: bool) -> Tensor:
+    """Channels `ids` (int64 [T]) of a blocked weight: [T, K], fp32 if `wide`, else bf16."""
+    out: Tensor = torch.ops.cpu_int4.rows(ids, weight, layer.n, layer.k, layer.group, layer.bits, wide)
     return out

@@ -1,6 +1,7 @@
 """Kernel `portable`: any shape on any torch, from the checkpoint's own packing by plain ATen expressions.
 
-The fallback: it refuses nothing, has no fast path for one row, and keeps exactly the checkpoint's bytes.
+The fallback: it refuses nothing, tables of 8 bits included, has no fast path for one row, and keeps exactly the
+checkpoint's bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from appliance.kernels.registry import LayerShape
 
 @dataclass(frozen=True, kw_only=True)
 class PortableKernel:
-    """Tensors: `packed` uint8 [N, K/2], `scale` and `zero` bf16 [N, K/g], as stored."""
+    """Tensors: `packed` uint8 [N, K/2] or, with 8 bits, [N, K]; `scale` and `zero` bf16 [N, K/g]: as stored."""
 
     host: TorchHost
     name: str = "portable"
@@ -37,22 +38,26 @@ class PortableKernel:
 
     def linear(self, x: Tensor, tensors: Sequence[Tensor], layer: LayerShape, threshold: int, out: Tensor) -> None:
         packed, scale, zero = tensors
+        one_a_byte = packed.shape[1] == layer.k
 
         def rows(first: int, stop: int, scratch: Scratch) -> Tensor:
-            return dequantize.portable_rows(packed, scale, zero, first, stop, scratch)
+            read = dequantize.byte_rows if one_a_byte else dequantize.portable_rows
+            return read(packed, scale, zero, first, stop, scratch)
 
-        dequantize.linear_rows(dequantize.even_odd(x), layer.n, rows, self.host.gemm, out)
+        dequantize.linear_rows(x if one_a_byte else dequantize.even_odd(x), layer.n, rows, self.host.gemm, out)
 
     def rows(self, ids: Tensor, tensors: Sequence[Tensor], layer: LayerShape) -> Tensor:
         packed, scale, zero = (t[ids] for t in tensors)
-        return _weight(packed, scale, zero)
+        return _weight(packed, scale, zero, layer.k)
 
     def whole(self, tensors: Sequence[Tensor], layer: LayerShape) -> Tensor:
         packed, scale, zero = tensors
-        return _weight(packed, scale, zero).to(self.host.gemm)
+        return _weight(packed, scale, zero, layer.k).to(self.host.gemm)
 
 
-def _weight(packed: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    codes = reference.unpack(packed).view(*scale.shape, -1).to(torch.float32)
+def _weight(packed: Tensor, scale: Tensor, zero: Tensor, k: int) -> Tensor:
+    one_a_byte = packed.shape[1] == k
+    codes = packed if one_a_byte else reference.unpack(packed)
     factor = scale.float()[..., None]
-    return (codes * factor + (zero.float()[..., None] - 8 * factor)).view(packed.shape[0], -1)
+    offset = zero.float()[..., None] - (128 if one_a_byte else 8) * factor
+    return (codes.view(*scale.shape, -1).to(torch.float32) * factor + offset).view(packed.shape[0], -1)

@@ -25,12 +25,14 @@ LINEAR, TABLE = "linear", "table"
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """What a kernel needs to know of a layer: N channels, K columns, columns per group, `linear` or `table`."""
+    """What a kernel needs to know of a layer: N channels, K columns, columns per group, `linear` or `table`, bits of a
+    code (8 in some tables)."""
 
     n: int
     k: int
     group: int
     kind: str = LINEAR
+    bits: int = 4
 
 
 class Kernel(Protocol):
@@ -83,10 +85,12 @@ def torch_host() -> TorchHost:
 def kernels() -> tuple[Kernel, ...]:
     """Every kernel of this build, the preferred one first."""
     from appliance.kernels.aten import AtenKernel
+    from appliance.kernels.library import load
+    from appliance.kernels.native import NativeKernel
     from appliance.kernels.portable import PortableKernel
 
     host = torch_host()
-    return (AtenKernel(host=host), PortableKernel(host=host))
+    return (NativeKernel(host=host, loaded=load()), AtenKernel(host=host), PortableKernel(host=host))
 
 
 @functools.cache

@@ -61,7 +61,7 @@ def read_model(path: Path, *, name: str, digest: str) -> ModelFacts:
         tensors = {tensor: entry for tensor, entry in tensors.items() if _kind(tensor) != "head"}
     sizes = {kind: sum(e.bytes for tensor, e in tensors.items() if _kind(tensor) == kind)
              for kind in ("linear", "table", "head", "kept")}
-    parameters = sum(_parameters(tensor, entry) for tensor, entry in tensors.items())
+    parameters = sum(_parameters(tensor, entry, int4) for tensor, entry in tensors.items())
     window, windowed = _window(text, layers)
     return ModelFacts(
         name=name,
@@ -142,9 +142,9 @@ def _kind(tensor: str) -> str:
     return "linear" if tensor.endswith((f".{PACKED}", f".{SCALE}", f".{ZERO}")) else "kept"
 
 
-def _parameters(tensor: str, entry: Entry) -> int:
+def _parameters(tensor: str, entry: Entry, int4: Int4Config) -> int:
     if tensor.endswith(f".{PACKED}"):
-        return 2 * math.prod(entry.shape)
+        return math.prod(entry.shape) * 8 // int4.bits_of(_module(tensor))
     return 0 if tensor.endswith((f".{SCALE}", f".{ZERO}")) else math.prod(entry.shape)
 
 
@@ -165,7 +165,7 @@ def _kept(tensors: Mapping[str, Entry], int4: Int4Config, recorded: Mapping[str,
     """Matrices that stay bf16 and why (case 33); the experts of one layer are one entry."""
     found: dict[str, tuple[str, int]] = {}
     for tensor, entry in tensors.items():
-        if _parameters(tensor, entry) == 2 * math.prod(entry.shape) or tensor.endswith((f".{SCALE}", f".{ZERO}")):
+        if tensor.endswith((f".{PACKED}", f".{SCALE}", f".{ZERO}")):
             continue
         if len(entry.shape) < 2:
             continue

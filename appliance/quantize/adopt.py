@@ -36,8 +36,9 @@ def adopt(source: Source, out: Path, event: Callable[[dict[str, Any]], None]) ->
                 write.write(block)
                 done += len(block)
                 event({"event": "progress", "done_bytes": done, "total_bytes": source.bytes, "item": file.name})
-    parameters = sum(math.prod(e.shape) * (2 if name.endswith(PACKED) else 1) for name, e in entries.items()
-                     if not name.endswith((SCALE, ZERO)))
+    parameters = sum(math.prod(e.shape) * (8 // int4.bits_of(name.removesuffix(f".{PACKED}"))
+                                           if name.endswith(f".{PACKED}") else 1)
+                     for name, e in entries.items() if not name.endswith((f".{SCALE}", f".{ZERO}")))
     return {
         "source_kind": "cpu_int4",
         "architecture": config["architectures"][0],
@@ -70,8 +71,9 @@ def check_layers(entries: Mapping[str, Entry], int4: Int4Config, path: Path) -> 
         module = name.removesuffix(f".{PACKED}")
         group = int4.group_of(module)
         if packed.dtype != "U8" or len(packed.shape) != 2:
-            raise _wrong(path, f"{name} is {packed.dtype} {list(packed.shape)}, not U8 [N, K/2]")
-        n, k = packed.shape[0], packed.shape[1] * 2
+            raise _wrong(path, f"{name} is {packed.dtype} {list(packed.shape)}, not U8 in two dimensions")
+        bits = int4.bits_of(module)
+        n, k = packed.shape[0], packed.shape[1] * 8 // bits
         if k % group:
             raise _wrong(path, f"group size {group} does not divide the {k} columns of {module}")
         for part in (SCALE, ZERO):
@@ -81,7 +83,8 @@ def check_layers(entries: Mapping[str, Entry], int4: Int4Config, path: Path) -> 
             if entry.dtype != "BF16" or entry.shape != (n, k // group):
                 raise _wrong(path, f"{module}.{part} is {entry.dtype} {list(entry.shape)}; group size {group} needs "
                                    f"BF16 {[n, k // group]}")
-        layers.append({"name": module, "shape": [n, k], "group": group, "route": "codes kept", "snr_db": None})
+        layers.append({"name": module, "shape": [n, k], "group": group, "bits": bits, "route": "codes kept",
+                       "snr_db": None})
     if not layers:
         raise _wrong(path, f"no tensor is named *.{PACKED}")
     kept = [{"name": name.removesuffix(".weight"), "reason": "kept by the source", "bytes": entry.bytes}

@@ -2,9 +2,9 @@
 
 Reads any source that `appliance.importing` knows and fills an empty directory; it makes nothing durable and publishes
 nothing (the agent's store does). Runs in the worker's environment as a child of the agent.
-Rules: never more than one block of rows of one tensor in memory; codes of Q4_0 and Q4_1 sources are kept, only their
-scale and offset are rounded; a folder that is `cpu_int4` already is checked and copied, not converted; every choice
-and every loss stands in the report.
+Rules: never more than one block of rows of one tensor in memory; codes of Q4_0, Q4_1 and (in tables) Q8_0 sources are
+kept, only their scale and offset are rounded; a folder that is `cpu_int4` already is checked and copied, not converted;
+every choice and every loss stands in the report.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.errors import ModelError
 from appliance.importing.source import Source, inspect
 from appliance.importing.tensors import NormalForm, StoredTensor, float_rows, lattice_rows, raw_rows
-from appliance.quantize.format import PACKED, SCALE, ZERO, Int4Config
+from appliance.quantize.format import PACKED, SCALE, ZERO, Int4Config, packed_columns
 from appliance.quantize.layers import Choice, LayerPlan, Recipe, is_head, is_table, plan_layers
 from appliance.quantize.shards import SHARD_BYTES, Output, ShardWriter
 
@@ -134,7 +134,8 @@ def _outputs(choice: Choice) -> list[Output]:
         return [Output(name=t.name, dtype="BF16", shape=t.shape, bytes=2 * t.parameters)]
     n, k, groups = t.rows, t.columns, t.columns // choice.group
     return [
-        Output(name=f"{choice.module}.{PACKED}", dtype="U8", shape=(n, k // 2), bytes=n * k // 2),
+        Output(name=f"{choice.module}.{PACKED}", dtype="U8", shape=(n, packed_columns(k, choice.bits)),
+               bytes=n * packed_columns(k, choice.bits)),
         Output(name=f"{choice.module}.{SCALE}", dtype="BF16", shape=(n, groups), bytes=2 * n * groups),
         Output(name=f"{choice.module}.{ZERO}", dtype="BF16", shape=(n, groups), bytes=2 * n * groups),
     ]
@@ -153,7 +154,7 @@ def _write_tensors(out: Path, plan: LayerPlan, event: Event, shard_bytes: int) -
             all_rounding.roundings += tally.roundings
             if choice.group is not None:
                 layers.append({
-                    "name": choice.module, "shape": [t.rows, t.columns], "group": choice.group,
+                    "name": choice.module, "shape": [t.rows, t.columns], "group": choice.group, "bits": choice.bits,
                     "route": "codes kept" if choice.lattice else "searched", "snr_db": _decibel(tally),
                 })
     return layers, all_rounding
@@ -171,16 +172,17 @@ def _write_block(writer: ShardWriter, choice: Choice, start: int, stop: int, tal
         return
     if choice.lattice:
         codes, exact_scale, exact_zero = lattice_rows(t, start, stop)
-        values = dequantize(codes, exact_scale, exact_zero)
+        values = dequantize(codes, exact_scale, exact_zero, choice.bits)
         scale, zero = exact_scale.to(torch.bfloat16), exact_zero.to(torch.bfloat16)
         scale = scale.masked_fill(scale == 0, SMALLEST_STEP)  # a constant group: its zero says it all
         tally.roundings += [_rounding(exact_scale, scale), _rounding(exact_zero, zero)]
     else:
         values = float_rows(t, start, stop)
-        codes, scale, zero = minmax(values, choice.group)
+        codes, scale, zero = minmax(values, choice.group, choice.bits)
     tally.signal += float(values.square().sum(dtype=torch.float64))
-    tally.noise += float((dequantize(codes, scale, zero) - values).square_().sum(dtype=torch.float64))
-    writer.write(f"{choice.module}.{PACKED}", pack(codes))
+    error = dequantize(codes, scale, zero, choice.bits) - values
+    tally.noise += float(error.square_().sum(dtype=torch.float64))
+    writer.write(f"{choice.module}.{PACKED}", pack(codes, choice.bits))
     writer.write(f"{choice.module}.{SCALE}", scale)
     writer.write(f"{choice.module}.{ZERO}", zero)
 
@@ -205,11 +207,12 @@ def _decibel(tally: Tally) -> float | None:
 def _loss(tally: Tally) -> str:
     count = sum(n for _, _, n in tally.roundings)
     if count == 0:
-        return "weights rounded to 4 bits a value; the stored bf16 scales and zeros are those the codes were chosen for"
+        return ("weights rounded to 4 bits a value (8 in tables that say so); the stored bf16 scales and zeros are "
+                "those the codes were chosen for")
     largest = max(m for m, _, _ in tally.roundings)
     mean = sum(s for _, s, _ in tally.roundings) / count
-    return (f"codes of Q4_0/Q4_1 tensors kept; their scales and offsets rounded from fp16 to bf16: relative error "
-            f"at most {largest:.2%}, {mean:.2%} on average; all other tensors rounded to 4 bits or bf16")
+    return (f"codes of Q4_0, Q4_1 and (in tables) Q8_0 tensors kept; their scales and offsets rounded from fp16 to "
+            f"bf16: relative error at most {largest:.2%}, {mean:.2%} on average; the rest rounded to the bits it has")
 
 
 def _report(source: Source, form: NormalForm, plan: LayerPlan, out: Path, layers: list[dict[str, Any]], loss: str,

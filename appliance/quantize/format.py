@@ -6,7 +6,9 @@ Portable and interchangeable with vllm-omni's `cpu_int4`. Per quantized linear `
     <name>.weight_scale   bf16  [N, K/g]   scale of the group of g columns
     <name>.weight_zero    bf16  [N, K/g]   offset of the group
 
-Dequantize: w = (code - 8) * scale + zero. This module knows sizes and rules only: no torch, no I/O.
+Dequantize: w = (code - 8) * scale + zero. An embedding table or head of 8 bits (`table_bits: 8`) has one code a byte,
+`weight_packed` uint8 [N, K], and w = (code - 128) * scale + zero. This module knows sizes and rules only: no torch, no
+I/O.
 """
 
 from __future__ import annotations
@@ -53,9 +55,18 @@ class Int4Config:
     table_bits: int | None = None
     format_version: int | None = None
 
+    @property
+    def stored_table_bits(self) -> int:
+        """Bits of the embedding table and head: 4, 8, or 16 when they are kept."""
+        return self.table_bits or (4 if self.quantize_embedding else 16)
+
     def group_of(self, module: str) -> int:
         """Group size of the module with this (unfused) name."""
         return self.group_size_overrides.get(module, self.group_size)
+
+    def bits_of(self, module: str) -> int:
+        """Bits of a code of the quantized module with this (unfused) name: only tables may have 8."""
+        return 8 if self.stored_table_bits == 8 and module.rpartition(".")[2] in TABLES + HEADS else 4
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON value for config.json: reference fields always, our extensions only where they say something."""
@@ -127,6 +138,11 @@ def _check_types(values: Mapping[str, Any]) -> None:
         raise bad("ignore", "a list of module names")
     if not isinstance(values.get("group_size_overrides", {}), Mapping):
         raise bad("group_size_overrides", "a mapping of module name to group size")
+
+
+def packed_columns(k: int, bits: int) -> int:
+    """Bytes of one row of `weight_packed` with K columns."""
+    return k * bits // 8
 
 
 def choose_group(k: int, preferred: int) -> int | None:

@@ -1,4 +1,4 @@
-"""The min/max grid: choose the scale, the offset and the 4-bit codes of groups of weights.
+"""The min/max grid: choose the scale, the offset and the 4-bit (for tables also 8-bit) codes of groups of weights.
 
 Works on one block of rows at a time; the caller bounds the block. Runs in the worker's environment (torch imported
 inside functions). Rules: codes are chosen against the bf16-rounded scale and zero that are stored, never the exact
@@ -14,50 +14,60 @@ if TYPE_CHECKING:
     import torch
 
 SMALLEST_STEP = 2.0**-126
-"""The smallest normal bfloat16: never zero, and multiplied by 15 still nothing."""
+"""The smallest normal bfloat16: never zero, and multiplied by 255 still nothing."""
 
 
-def minmax(weights: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def middle(bits: int) -> int:
+    """The code that stands for the offset itself: 8 of 0..15, 128 of 0..255."""
+    return int(1 << (bits - 1))
+
+
+def minmax(weights: torch.Tensor, group: int, bits: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantize float32 weights [n, K], all finite in bfloat16, in groups of `group` columns (K % group == 0).
 
-    Returns codes uint8 [n, K] in 0..15, scale bf16 [n, K/group], zero bf16 [n, K/group].
+    Returns codes uint8 [n, K] of `bits` bits, scale bf16 [n, K/group], zero bf16 [n, K/group]. With 4 bits:
     scale = (max - min) / 15 and zero = min + 8 * scale before rounding, so both ends of a group come back exactly.
     """
     import torch
 
+    largest, offset_code = (1 << bits) - 1, middle(bits)
     n, k = weights.shape
     groups = weights.reshape(n, k // group, group)
-    # In float64: the difference of two huge values, and eight times it, overflow float32.
+    # In float64: the difference of two huge values, and a multiple of it, overflow float32.
     low, high = groups.amin(dim=-1).double(), groups.amax(dim=-1).double()
-    step = (high - low) / 15
-    zero = (low + 8 * step).to(torch.bfloat16)
+    step = (high - low) / largest
+    exact = low + offset_code * step
+    zero = exact.to(torch.bfloat16)
     offset = zero.double()
     # A spread that drowns in the rounding of the offset (0.37, 0.37, ...): cover it from the rounded offset instead.
-    covering = torch.maximum((offset - low) / 8, (high - offset) / 7)
-    drowned = (offset - (low + 8 * step)).abs() > step / 2
+    covering = torch.maximum((offset - low) / offset_code, (high - offset) / (largest - offset_code))
+    drowned = (offset - exact).abs() > step / 2
     scale = torch.where(drowned, covering, step).clamp(min=SMALLEST_STEP).to(torch.bfloat16)
-    codes = ((groups - zero.float().unsqueeze(-1)) / scale.float().unsqueeze(-1)).round_().add_(8).clamp_(0, 15)
-    _stay_finite(codes, scale, zero)
+    codes = (groups - zero.float().unsqueeze(-1)) / scale.float().unsqueeze(-1)
+    codes.round_().add_(offset_code).clamp_(0, largest)
+    _stay_finite(codes, scale, zero, bits)
     return codes.to(torch.uint8).view(n, k), scale, zero
 
 
-def _stay_finite(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> None:
+def _stay_finite(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int) -> None:
     """Move codes [n, G, g] one step inwards where rounding took the value beyond bfloat16's range (in place)."""
     import torch
 
-    extreme = scale.float().mul(8).abs() + zero.float().abs()
+    extreme = scale.float().mul(middle(bits)).abs() + zero.float().abs()
     largest = torch.finfo(torch.bfloat16).max
     if not bool((extreme >= largest / 2).any()):
         return
     for _ in range(2):
-        values = (codes - 8) * scale.float().unsqueeze(-1) + zero.float().unsqueeze(-1)
+        values = (codes - middle(bits)) * scale.float().unsqueeze(-1) + zero.float().unsqueeze(-1)
         beyond = torch.isinf(values.to(torch.bfloat16))
         codes -= torch.where(beyond, values.sign(), torch.zeros_like(values))
-    codes.clamp_(0, 15)
+    codes.clamp_(0, (1 << bits) - 1)
 
 
-def pack(codes: torch.Tensor) -> torch.Tensor:
-    """Codes uint8 [n, K] -> packed uint8 [n, K/2]: byte j = code[2j] | code[2j+1] << 4."""
+def pack(codes: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """Codes uint8 [n, K] -> packed uint8 [n, K/2]: byte j = code[2j] | code[2j+1] << 4; 8 bits stay as they are."""
+    if bits == 8:
+        return codes
     return codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 
@@ -68,8 +78,8 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack([packed & 15, packed >> 4], dim=-1).view(packed.shape[0], -1)
 
 
-def dequantize(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """(code - 8) * scale + zero in float32: codes [n, K], scale and zero [n, G] -> [n, K]."""
+def dequantize(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """(code - 8) * scale + zero in float32, - 128 with 8 bits: codes [n, K], scale and zero [n, G] -> [n, K]."""
     n, k = codes.shape
-    grouped = codes.view(n, scale.shape[1], -1).float() - 8
+    grouped = codes.view(n, scale.shape[1], -1).float() - middle(bits)
     return (grouped * scale.float().unsqueeze(-1) + zero.float().unsqueeze(-1)).view(n, k)

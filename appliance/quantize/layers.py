@@ -1,8 +1,9 @@
-"""PURE: which tensors of a model become 4-bit, at which group size, and which stay bf16 and why.
+"""PURE: which tensors of a model become 4-bit (tables perhaps 8-bit), at which group size, which stay bf16 and why.
 
 Decides from names, shapes and the recipe alone; no torch, no I/O. Rules: a 2-D `.weight` inside a numbered layer is a
 linear unless its name says norm, router, gate or expert; the embedding table and the head are decided together; the
-modules that vLLM fuses share one fate and one group size; a code lattice of the source (Q4_0, Q4_1) keeps its group.
+modules that vLLM fuses share one fate and one group size; a code lattice of the source (Q4_0, Q4_1, in an 8-bit table
+Q8_0) keeps its group.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from appliance.errors import ModelError, UsageError
-from appliance.importing.tensors import LATTICE, LATTICE_GROUP, StoredTensor
+from appliance.importing.tensors import LATTICE, LATTICE_GROUP, TABLE_LATTICE, StoredTensor
 from appliance.quantize.format import FUSED, HEADS, TABLES, Int4Config, choose_group, group_refusal
 
 SMALL_MODEL_PARAMETERS = 1_000_000_000
-"""Below this the group size is 32 and the table stays bf16: a small model has little to spare (docs/fidelity.md)."""
+"""Below this the group size is 32 and tables have 8 bits: a small model has little to spare (docs/fidelity.md)."""
 TRANSPOSED = ("gpt2",)
 """Model types whose linears are stored [K, N] (Conv1D); groups would run along the wrong axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What the operator asked for; None = by the model. `table_bits`: 4, or 16 to keep table and head in bf16."""
+    """What the operator asked for; None = by the model. `table_bits`: 4, 8, or 16 to keep table and head bf16."""
 
     grid: str = "minmax"
     group_size: int | None = None
@@ -37,11 +38,12 @@ class Recipe:
 class Choice:
     """The fate of one tensor: `group` columns per scale, or None and the `reason` why it stays as it is.
 
-    `lattice`: the source's own 4-bit codes are kept. `reported`: it has two dimensions or more, so its size matters.
+    `lattice`: the source's own codes are kept. `reported`: it has two dimensions or more, so its size matters.
     """
 
     tensor: StoredTensor
     group: int | None
+    bits: int = 4
     reason: str = ""
     lattice: bool = False
     reported: bool = False
@@ -72,8 +74,8 @@ def parse_recipe(raw: Mapping[str, Any]) -> Recipe:
         why = f"grid {raw['grid']!r} is not `minmax`"
     elif group != "auto" and group_refusal(group):
         why = group_refusal(group)
-    elif raw.get("table_bits", "auto") not in ("auto", 4, 16):
-        why = f"table_bits {raw['table_bits']!r} is not auto, 4 or 16"
+    elif raw.get("table_bits", "auto") not in ("auto", 4, 8, 16):
+        why = f"table_bits {raw['table_bits']!r} is not auto, 4, 8 or 16"
     elif not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
         why = "ignore is not a list of module names"
     if why:
@@ -93,13 +95,9 @@ def plan_layers(tensors: Iterable[StoredTensor], recipe: Recipe, config: Mapping
     lattice = any(t.kind in LATTICE for t in tensors)
     small = parameters < SMALL_MODEL_PARAMETERS
     preferred = recipe.group_size or (32 if small or lattice else 64)
-    kept_tables = None
-    if recipe.table_bits == 16:
-        kept_tables = "the recipe keeps the table"
-    elif recipe.table_bits is None and small and not all(t.kind in LATTICE for t in tensors if is_table(t.name)):
-        kept_tables = "4 bits in the table cost a model of this size too much (docs/fidelity.md)"
+    bits = recipe.table_bits or _table_bits([t for t in tensors if is_table(t.name)], small)
     transposed = str(config.get("model_type")) in TRANSPOSED
-    choices = {t.name: _choose(t, preferred, recipe, transposed, kept_tables) for t in tensors}
+    choices = {t.name: _choose(t, preferred, recipe, transposed, bits) for t in tensors}
     _join_fused(choices)
     _join_tables(choices)
     quantized = [c for c in choices.values() if c.group is not None]
@@ -112,9 +110,15 @@ def plan_layers(tensors: Iterable[StoredTensor], recipe: Recipe, config: Mapping
     ignore = tuple(c.module for c in kept if not is_table(c.tensor.name))
     tables = any(is_table(c.tensor.name) for c in quantized)
     int4 = Int4Config(group_size=preferred, ignore=ignore, quantize_embedding=tables, group_size_overrides=overrides,
-                      format_version=1 if overrides else None)
+                      table_bits=8 if tables and bits == 8 else None,
+                      format_version=1 if overrides or (tables and bits == 8) else None)
     return LayerPlan(choices=tuple(choices.values()), config=int4, parameters=parameters,
                      experts=_experts(tensors, config))
+
+
+def _table_bits(tables: list[StoredTensor], small: bool) -> int:
+    """Bits of table and head where the recipe leaves them open: 8 in a small model, unless they are 4-bit already."""
+    return 8 if small and not all(t.kind in LATTICE for t in tables) else 4
 
 
 def is_table(name: str) -> bool:
@@ -129,25 +133,27 @@ def is_head(name: str) -> bool:
 
 
 def _choose(
-    t: StoredTensor, preferred: int, recipe: Recipe, transposed: bool, kept_tables: str | None
+    t: StoredTensor, preferred: int, recipe: Recipe, transposed: bool, table_bits: int
 ) -> Choice:
     def kept(reason: str) -> Choice:
         return Choice(tensor=t, group=None, reason=reason, reported=len(t.shape) >= 2)
 
     if is_table(t.name) and t.is_float:
         named = _named(t.name.removesuffix(".weight"), recipe.ignore)
-        reason = kept_tables or ("named in the recipe's ignore list" if named else None)
+        reason = "the recipe keeps the table" if table_bits == 16 else None
+        reason = reason or ("named in the recipe's ignore list" if named else None)
     else:
         reason = _not_linear(t, recipe)
     if reason:
         return kept(reason)
     if transposed and not is_table(t.name):
         return kept("stored transposed (Conv1D)")
-    lattice = t.kind in LATTICE
+    bits = table_bits if is_table(t.name) else 4
+    lattice = t.kind in (TABLE_LATTICE if bits == 8 else LATTICE)
     group = LATTICE_GROUP if lattice else choose_group(t.columns, preferred)
     if group is None:
         return kept(f"no allowed group size divides {t.columns} columns")
-    return Choice(tensor=t, group=group, lattice=lattice, reported=True)
+    return Choice(tensor=t, group=group, bits=bits, lattice=lattice, reported=True)
 
 
 def _not_linear(t: StoredTensor, recipe: Recipe) -> str | None:

@@ -1,4 +1,5 @@
-"""The vLLM plugin (entry point `vllm.general_plugins`): `register()` makes `cpu_int4` known. Nothing happens at import.
+"""The vLLM plugin (entry point `vllm.general_plugins`): `register()` makes `cpu_int4` known, as a quantization and as a
+load format. Nothing happens at import.
 
 vLLM calls `register` in every one of its processes; a second call changes nothing.
 """
@@ -12,6 +13,8 @@ def register() -> None:
 
     from appliance.quantize.format import QUANT_METHOD
     from appliance.vllm_plugin.config import CpuInt4Config
+    from appliance.vllm_plugin.loader import register_loader
 
     if QUANT_METHOD not in QUANTIZATION_METHODS:
         register_quantization_config(QUANT_METHOD)(CpuInt4Config)
+    register_loader()

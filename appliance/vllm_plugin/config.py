@@ -23,6 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from appliance.errors import ConfigError, ModelError
 from appliance.quantize.format import QUANT_METHOD, Int4Config, parse_config
+from appliance.vllm_plugin.mapped import Mapped
 
 DIRECT_DEQUANT_ENV = "VLLM_OMNI_CPU_INT4_DIRECT_DEQUANT"
 TABLE_NAMES = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "embeddings")
@@ -36,6 +37,8 @@ class CpuInt4Config(QuantizationConfig):  # type: ignore[misc]  # vLLM is not ty
         super().__init__()
         self.fields = fields or Int4Config()
         self.tied = False
+        self.prepared: Mapped | None = None
+        """The prepared layout, while the loader builds the model."""
 
     def __repr__(self) -> str:
         return f"CpuInt4Config({self.fields})"
@@ -60,11 +63,7 @@ class CpuInt4Config(QuantizationConfig):  # type: ignore[misc]  # vLLM is not ty
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> CpuInt4Config:
         """Read `quantization_config`. Raises ModelError on a value that cannot be used."""
-        fields = apply_environment(parse_config(config), os.environ)
-        if fields.table_bits == 8:
-            raise ModelError("the vocabulary table cannot be used", why="table_bits 8 is not served by this release",
-                             do="quantize the model with table_bits 4 or 16")
-        return cls(fields)
+        return cls(apply_environment(parse_config(config), os.environ))
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Note whether the head is tied to the table: both are then int4 or neither."""
@@ -95,11 +94,11 @@ class CpuInt4Config(QuantizationConfig):  # type: ignore[misc]  # vLLM is not ty
             head = isinstance(layer, ParallelLMHead)
             if not self.quantizes_table(prefix, head=head):
                 return KeptTableMethod()
-            return Int4TableMethod(self.fields, self.table_group(prefix, head=head), prefix)
+            return Int4TableMethod(self.fields, self.table_group(prefix, head=head), prefix, prepared=self.prepared)
         if isinstance(layer, LinearBase):
             if self.ignores(prefix):
                 return KeptLinearMethod()
-            return Int4LinearMethod(self.fields, self.group_of(prefix), prefix)
+            return Int4LinearMethod(self.fields, self.group_of(prefix), prefix, prepared=self.prepared)
         return None
 
     def ignores(self, prefix: str) -> bool:
@@ -128,9 +127,8 @@ class CpuInt4Config(QuantizationConfig):  # type: ignore[misc]  # vLLM is not ty
         return groups.pop()
 
     def quantizes_table(self, prefix: str, *, head: bool) -> bool:
-        """Whether the embedding table (or head) is int4. A tied head follows the table."""
-        bits = self.fields.table_bits or (4 if self.fields.quantize_embedding else 16)
-        if bits == 16:
+        """Whether the embedding table (or head) is quantized, to 4 or 8 bits. A tied head follows the table."""
+        if self.fields.stored_table_bits == 16:
             return False
         if head and not self.tied:
             return not is_layer_skipped(prefix, list(self.fields.ignore), match_mode="suffix")

@@ -1,4 +1,4 @@
-"""The vocabulary table: the embedding lookup and the head, from one copy - in 4 bits, or kept in bf16.
+"""The vocabulary table: the embedding lookup and the head, from one copy - in 4 or 8 bits, or kept in bf16.
 
 Logits are fp32. In bf16 a logit of 16 to 32 has a step of 0.125, which turns near ties into exact ones: the largest
 single error of the whole model (docs/fidelity.md).
@@ -17,11 +17,13 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from appliance.errors import ModelError
+from appliance.kernels import native
 from appliance.kernels.dequantize import linear_bf16
 from appliance.kernels.registry import TABLE
 from appliance.quantize.format import PACKED, SCALE, ZERO, Int4Config
 from appliance.vllm_plugin import ops
 from appliance.vllm_plugin.linear import Int4Weights, Packed, pack_layer, threshold
+from appliance.vllm_plugin.mapped import Mapped
 
 TIED = "int4_tied_to"
 
@@ -29,8 +31,10 @@ TIED = "int4_tied_to"
 class Int4TableMethod(Int4Weights, QuantizeMethodBase):  # type: ignore[misc]  # vLLM is not typed here
     """vLLM's quantize method of an int4 embedding table or head. Several models give their table no name."""
 
-    def __init__(self, fields: Int4Config, group: int, prefix: str) -> None:
-        super().__init__(fields, group, prefix or "embed_tokens")
+    kind = TABLE
+
+    def __init__(self, fields: Int4Config, group: int, prefix: str, *, prepared: Mapped | None = None) -> None:
+        super().__init__(fields, group, prefix or "embed_tokens", bits=fields.stored_table_bits, prepared=prepared)
 
     def tie_weights(self, layer: Module, embed_tokens: Module) -> Module:
         """Make the head use the table's parameters, before loading. Returns the head."""
@@ -38,7 +42,10 @@ class Int4TableMethod(Int4Weights, QuantizeMethodBase):  # type: ignore[misc]  #
             raise ModelError("head and table are tied but not quantized alike",
                              why="the config quantizes the head and ignores the table", do="quantize both or neither")
         for name in (PACKED, SCALE, ZERO):
-            setattr(layer, name, getattr(embed_tokens, name))
+            if hasattr(embed_tokens, name):
+                setattr(layer, name, getattr(embed_tokens, name))
+            else:  # the table is mapped; sharing comes after loading
+                delattr(layer, name)
         # Past Module.__setattr__: the table must not become a submodule of the head.
         object.__setattr__(layer, TIED, embed_tokens)
         return layer
@@ -47,11 +54,12 @@ class Int4TableMethod(Int4Weights, QuantizeMethodBase):  # type: ignore[misc]  #
         """Pack; for a tied pair the first of both packs and the other one shares."""
         table = getattr(layer, TIED, layer)
         if not hasattr(table, "int4"):
-            pack_layer(table, self.fields, self.group, TABLE)
+            pack_layer(table, self.fields, self.group, TABLE, self.bits)
         if table is not layer:
             packed: Packed = table.int4
             for name in (PACKED, SCALE, ZERO):
-                delattr(layer, name)
+                if hasattr(layer, name):
+                    delattr(layer, name)
             for name in packed.names:
                 layer.register_parameter(name, getattr(table, name))
             layer.int4 = packed
@@ -60,9 +68,12 @@ class Int4TableMethod(Int4Weights, QuantizeMethodBase):  # type: ignore[misc]  #
         """Logits: hidden states bf16 [..., K] times the table, fp32 [..., N]. Runs outside the compiled graph."""
         packed: Packed = layer.int4
         shape = packed.shape
-        flat = x.reshape(-1, shape.k).contiguous()
-        out = torch.empty((flat.shape[0], shape.n), dtype=torch.float32)
-        packed.kernel.linear(flat, packed.tensors(layer), shape, threshold(self.fields), out)
+        flat = x.reshape(-1, shape.k)
+        if packed.kernel.name == native.NAME:
+            out = native.linear(flat, packed.tensors(layer)[0], shape, wide=True)
+        else:
+            out = torch.empty((flat.shape[0], shape.n), dtype=torch.float32)
+            packed.kernel.linear(flat.contiguous(), packed.tensors(layer), shape, threshold(self.fields), out)
         return _shaped(out, x, bias)
 
     def embedding(self, layer: Module, input_: Tensor) -> Tensor:
@@ -70,7 +81,9 @@ class Int4TableMethod(Int4Weights, QuantizeMethodBase):  # type: ignore[misc]  #
         packed: Packed = layer.int4
         shape = packed.shape
         ids = input_.reshape(-1)
-        if not self.fields.use_custom_op and torch.compiler.is_compiling():
+        if packed.kernel.name == native.NAME and self.fields.use_custom_op:
+            rows = native.rows(ids, packed.tensors(layer)[0], shape, wide=False)
+        elif not self.fields.use_custom_op and torch.compiler.is_compiling():
             rows = packed.kernel.rows(ids, packed.tensors(layer), shape).to(torch.bfloat16)
         else:
             call = torch.ops.vllm.cpu_int4_rows if self.fields.use_custom_op else ops.int4_rows

@@ -1,4 +1,5 @@
-"""The int4 linear layer, and what it shares with the table: parameters, packing after loading, the call.
+"""The int4 linear layer, and what it shares with the table: parameters, packing after loading or a mapped weight, the
+call.
 
 Rules: a tensor whose shape does not fit the config is refused at load; after packing a layer holds its kernel's tensors
 and nothing else; a bias is added once, after the multiplication; calls of `dequant_threshold` rows or more never reach
@@ -21,10 +22,12 @@ from vllm.model_executor.layers.linear import LinearMethodBase, RowParallelLinea
 from vllm.model_executor.utils import set_weight_attrs
 
 from appliance.errors import ModelError
+from appliance.kernels import native
 from appliance.kernels.reference import Portable
 from appliance.kernels.registry import LINEAR, Kernel, LayerShape, choose, kernels, torch_host
-from appliance.quantize.format import PACKED, SCALE, ZERO, Int4Config
+from appliance.quantize.format import PACKED, SCALE, ZERO, Int4Config, packed_columns
 from appliance.vllm_plugin import ops
+from appliance.vllm_plugin.mapped import BLOCKED, Mapped
 
 logger = init_logger("vllm.cpu_int4")
 
@@ -42,12 +45,18 @@ class Packed:
 
 
 class Int4Weights:
-    """What the methods of a linear layer and of a table share: the config, and the checkpoint's three tensors."""
+    """What the methods of a linear layer and of a table share: the config, and the checkpoint's three tensors or the
+    prepared weight that stands for them."""
 
-    def __init__(self, fields: Int4Config, group: int, prefix: str) -> None:
+    kind = LINEAR
+
+    def __init__(self, fields: Int4Config, group: int, prefix: str, *, bits: int = 4,
+                 prepared: Mapped | None = None) -> None:
         self.fields = fields
         self.group = group
         self.prefix = prefix
+        self.bits = bits
+        self.prepared = prepared
         ops.register_ops()
 
     def create_weights(
@@ -60,15 +69,21 @@ class Int4Weights:
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        create_parameters(layer, sum(output_partition_sizes), input_size_per_partition, input_size, self.group,
-                          self.prefix, extra_weight_attrs)
+        n, k = sum(output_partition_sizes), input_size_per_partition
+        prepared, self.prepared = self.prepared, None
+        if prepared is None or not take_prepared(
+            layer, prepared, self.prefix, LayerShape(n=n, k=k, group=self.group, kind=self.kind, bits=self.bits),
+            self.fields,
+        ):
+            create_parameters(layer, n, k, input_size, self.group, self.prefix, extra_weight_attrs, self.bits)
 
 
 class Int4LinearMethod(Int4Weights, LinearMethodBase):  # type: ignore[misc]  # vLLM is not typed here
     """vLLM's quantize method of one int4 linear layer."""
 
     def process_weights_after_loading(self, layer: Module) -> None:
-        pack_layer(layer, self.fields, self.group, LINEAR)
+        if not hasattr(layer, "int4"):
+            pack_layer(layer, self.fields, self.group, LINEAR)
 
     def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         wide = self.fields.wide_residual and isinstance(layer, RowParallelLinear) and torch.compiler.is_compiling()
@@ -84,7 +99,7 @@ class KeptLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]  # vLLM i
 
 
 def create_parameters(
-    layer: Module, n: int, k: int, full_k: int, group: int, prefix: str, extra: dict[str, Any]
+    layer: Module, n: int, k: int, full_k: int, group: int, prefix: str, extra: dict[str, Any], bits: int = 4
 ) -> None:
     """Register the checkpoint's three tensors of an [N, K] weight, zero filled, with checking loaders."""
     if k % group:
@@ -92,7 +107,7 @@ def create_parameters(
                          do="use fewer tensor-parallel ranks, or quantize again with a smaller group size")
     loader = extra.pop("weight_loader")
     for name, columns, full, dtype in (
-        (PACKED, k // 2, full_k // 2, torch.uint8),
+        (PACKED, packed_columns(k, bits), packed_columns(full_k, bits), torch.uint8),
         (SCALE, k // group, full_k // group, torch.bfloat16),
         (ZERO, k // group, full_k // group, torch.bfloat16),
     ):
@@ -119,10 +134,22 @@ def checked(loader: Callable[..., Any], name: str, columns: int, dtype: torch.dt
     return load
 
 
-def pack_layer(layer: Module, fields: Int4Config, group: int, kind: str) -> None:
+def take_prepared(layer: Module, prepared: Mapped, prefix: str, shape: LayerShape, fields: Int4Config) -> bool:
+    """Give the layer its mapped weight instead of the checkpoint's tensors, if there is one that its kernel reads."""
+    choice = choose(shape, torch_host(), kernels(), fields.kernel)
+    weight = prepared.find(prefix, shape) if choice.kernel.layout_id == prepared.index.layout else None
+    if weight is None:
+        return False
+    layer.register_parameter(BLOCKED, Parameter(weight, requires_grad=False))
+    layer.int4 = Packed(kernel=choice.kernel, shape=shape, names=(BLOCKED,))
+    return True
+
+
+def pack_layer(layer: Module, fields: Int4Config, group: int, kind: str, bits: int = 4) -> None:
     """Replace the checkpoint's tensors by those of the first kernel that takes the layer."""
-    portable = Portable(packed=layer.weight_packed.data, scale=layer.weight_scale.data, zero=layer.weight_zero.data)
-    shape = LayerShape(n=portable.n, k=portable.k, group=group, kind=kind)
+    portable = Portable(packed=layer.weight_packed.data, scale=layer.weight_scale.data, zero=layer.weight_zero.data,
+                        bits=bits)
+    shape = LayerShape(n=portable.n, k=portable.k, group=group, kind=kind, bits=bits)
     choice = choose(shape, torch_host(), kernels(), fields.kernel)
     for name, reason in choice.refused.items():
         logger.warning_once("kernel %s not used for %dx%d: %s", name, shape.n, shape.k, reason)
@@ -144,7 +171,11 @@ def multiply(layer: Module, x: Tensor, bias: Tensor | None, fields: Int4Config, 
     """x bf16 or fp32 [..., K] times the layer's weight, plus the bias: [..., N], fp32 if `wide`, else bf16."""
     packed: Packed = layer.int4
     shape = packed.shape
-    flat = x.reshape(-1, shape.k)
+    flat = x if x.dim() == 2 else x.reshape(-1, shape.k)
+    if fields.use_custom_op and packed.kernel.name == native.NAME and not torch_host().amx:
+        out = native.linear(flat, getattr(layer, packed.names[0]), shape, native.NO_BIAS if bias is None else bias,
+                            wide=wide)
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], shape.n)
     if not fields.use_custom_op and torch.compiler.is_compiling():
         # Traced once for every number of rows, so a branch on it would be frozen: always the safe route.
         weight = packed.kernel.whole(packed.tensors(layer), shape)

@@ -1,11 +1,19 @@
-"""What serving costs here: start times, tokens per second and memory by phase, through `applianctl serve` itself.
+"""What serving costs here, ours against llama.cpp, in one run: speed, memory, start.
 
-    python -m tests.bench.serving [--model smollm2|1b] [--repeat 3] [--json FILE]
+    python -m tests.bench.serving [--model smollm2|1b|hollow] [--peer Q4_K_M] [--peer Q4_0] [--no-peers]
+                                  [--isa native|avx2] [--threads N] [--repeat 5] [--starts 3]
+                                  [--answer TOKENS] [--json FILE]
 
-Run it on a quiet machine: two OpenMP threads on two cores lose a scheduler slice whenever anything else runs. `1b` is a
-pseudo-random Llama of 1B shape (speed does not depend on the values). Prints a table; every speed is the median of
-`--repeat` runs with the least and the greatest. Memory is the sum of PSS over the worker's processes, sampled twice a
-second; `planned` is what `applianctl plan` says for the same phase.
+1. Starts: cold (nothing of ours quantized, compiled or prepared; the peer's file not in the page cache), then warm
+   ones in turn. The random models are in the store before: `serve` quantizes the default model only.
+2. Speed: all servers stay up and take turns, request by request; an idle server takes no processor time (checked: every
+   measurement waits until the machine is idle). 32-token prompts and 128 greedy tokens: 1, 2, 4 and 8 streams, tokens
+   per second in all; one streamed answer for pure decoding; a 512-token prompt for prefill.
+3. llama-bench on the same files (pp512, tg128): the peer without its server.
+4. Memory: PSS of all processes after the load, with and without the key/value cache.
+
+`hollow`: SmolLM2's layers and vocabulary with linears that cost nothing (random_llama.py): ms per step is the
+server's own time. Every figure: median, least and greatest of the repeats; ratios are of pairs.
 """
 
 from __future__ import annotations
@@ -19,171 +27,230 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import urllib.request
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from appliance import jobs
-from appliance.settings import Settings
-from appliance.supervisor.worker import members
+from tests.bench import build_llama, client, machine, models, services
+from tests.bench.services import Llama, Ours, Server
 
-MIB = 1024**2
-PHASES = {  # a sentence of `status` -> the phase of the plan it belongs to
-    "loading: starting the worker": "load", "loading: kernels checked": "load", "loading: importing the engine": "load",
-    "loading: loading weights": "load", "loading: weights loaded": "load",
-    "loading: compiling and warming up": "compile", "loading: warmed up": "warm-up",
-}
-PROMPT = "the cat sat on the mat and looked at the moon while " * 46  # about 512 tokens
+STREAMS = (1, 2, 4, 8)
+PROMPT_TOKENS, ANSWER_TOKENS, PREFILL_TOKENS = 32, 128, 512
+OURS = "ours"
+MIB = 1 << 20
 
 
-class Service:
-    """One `applianctl serve` with a memory sampler beside it."""
+class Bench:
+    """One run: where things are, and how each server is started."""
 
-    def __init__(self, home: Path, model: str, port: int) -> None:
-        self.home, self.port = home, port
-        self.peaks: dict[str, int] = {}
-        self.began = time.monotonic()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "appliance.cli.main", "serve", "--model", model, "--port", str(port)],
-            env=environment(home), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        threading.Thread(target=self._sample, daemon=True).start()
+    def __init__(self, args: argparse.Namespace, home: Path) -> None:
+        self.args, self.home = args, home
+        self.files: dict[str, Path] = {} if args.no_peers else {q: models.peer_file(args.model, q) for q in args.peer}
+        self.names = [OURS, *self.files]
+        self.kv_tokens = 0
+        self.ports = {name: args.port + number for number, name in enumerate(self.names)}
 
-    def wait_ready(self) -> float:
-        while self.state().get("state") != "ready":
-            if self.process.poll() is not None:
-                raise SystemExit(f"serve ended: {self.process.stderr and self.process.stderr.read()}")
-            time.sleep(0.1)
-        return time.monotonic() - self.began
+    def start(self, name: str) -> Server:
+        if name == OURS:
+            return Ours(self.home, self.args.model, self.ports[name])
+        return Llama(self.files[name], self.args.isa, self.args.threads, self.kv_tokens, self.ports[name],
+                     self.home / f"llama-{name}.log")
 
-    def state(self) -> dict[str, Any]:
-        try:
-            status: dict[str, Any] = json.loads((self.home / "run" / "status.json").read_text())
-        except (OSError, ValueError):
+    def prepare(self) -> dict[str, Any]:
+        """The random models into our store; returns what that cost."""
+        if self.args.model == "smollm2":
             return {}
-        return status if status.get("agent", {}).get("pid") == self.process.pid else {}
-
-    def _sample(self) -> None:
-        while self.process.poll() is None:
-            status = self.state()
-            if status.get("worker_pid"):
-                phase = PHASES.get(status["sentence"], "serve")
-                used = sum(pss(process.pid) for process in members(status["worker_pid"]))
-                self.peaks[phase] = max(self.peaks.get(phase, 0), used)
-            time.sleep(0.5)
-
-    def complete(self, prompt: str, tokens: int) -> float:
-        """Seconds for exactly `tokens` tokens."""
-        body = {"model": "default", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/v1/completions", json.dumps(body).encode(),
-                                         {"Content-Type": "application/json"})
+        services.applianctl(self.home, "model", "add", "smollm2")
+        stored = self.home / "store" / "objects" / (self.home / "store" / "names" / "smollm2").read_text().strip()
+        source = models.source_folder(self.args.model, stored)
         began = time.monotonic()
-        with urllib.request.urlopen(request, timeout=1800) as response:
-            assert json.load(response)["usage"]["completion_tokens"] == tokens
-        return time.monotonic() - began
+        table = ["--table-bits", "4"] if self.args.model == "hollow" else []
+        services.applianctl(self.home, "model", "add", str(source), "--name", self.args.model, *table)
+        return {"model add s": time.monotonic() - began}
 
-    def stop(self) -> float:
-        began = time.monotonic()
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait(timeout=120)
-        return time.monotonic() - began
+    def plan(self) -> dict[str, Any]:
+        plan: dict[str, Any] = json.loads(services.applianctl(self.home, "plan", "--model", self.args.model, "--json"))
+        return plan
 
 
-def pss(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/smaps_rollup") as rollup:
-            return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))
-    except (OSError, StopIteration):
-        return 0
+def starts(bench: Bench, running: dict[str, Server]) -> dict[str, Any]:
+    """Cold once, then warm in turn; the servers of the last round are left in `running`."""
+    result: dict[str, Any] = {name: {} for name in bench.names}
+    warm: dict[str, list[float]] = {name: [] for name in bench.names}
+    for number in range(bench.args.starts + 1):
+        for name in bench.names:
+            if number == 0 and name != OURS:
+                services.evict(bench.files[name])
+            result[name]["idle before"] = machine.wait_quiet()
+            server = running[name] = bench.start(name)
+            seconds = server.wait_ready()
+            if number == 0:
+                result[name]["cold start s"] = round(seconds, 2)
+                if isinstance(server, Ours):
+                    bench.kv_tokens = kv_bytes(bench.plan()) // models.kv_bytes_per_token(bench.args.model)
+            else:
+                warm[name].append(seconds)
+            result[name]["memory at ready"] = services.memory(server.pids()).to_dict()
+            if isinstance(server, Ours):
+                result[name].setdefault("peak MiB by phase", {})["cold" if number == 0 else "warm"] = {
+                    phase: used // MIB for phase, used in server.peaks.items()}
+            if number < bench.args.starts:
+                result[name]["stop s"] = round(services.stop(running.pop(name)), 2)
+    for name, seconds_of_all in warm.items():
+        if seconds_of_all:
+            result[name]["warm start s"] = machine.Samples(values=tuple(seconds_of_all)).to_dict()
+    return result
 
 
-def environment(home: Path) -> dict[str, str]:
-    return {**os.environ, "APPLIANCE_HOME": str(home), "APPLIANCE_CONFIG": str(home / "appliance.yaml")}
+def speeds(running: dict[str, Server], repeat: int, answer: int) -> dict[str, dict[str, Any]]:
+    """Every metric with all servers in turn: metric -> server -> samples, and ours over each peer."""
+    seeds = iter(range(1, 1 << 30))
 
-
-def applianctl(home: Path, *args: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "appliance.cli.main", *args], env=environment(home), capture_output=True, text=True,
-                          check=False)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return done.stdout
-
-
-def add_1b(home: Path, python: str) -> None:
-    """The random model needs a tokenizer to be served: the default model's, whose vocabulary has the same size."""
-    source = home / "source"
-    source.mkdir()
-    code = f"from pathlib import Path; from tests.bench.quantize_memory import write_model; write_model(Path({str(source)!r}))"
-    subprocess.run([python, "-c", code], check=True, cwd=Path(__file__).parents[2])
-    applianctl(home, "model", "add", "smollm2")
-    stored = home / "store" / "objects" / (home / "store" / "names" / "smollm2").read_text().strip()
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(stored / name, source / name)
-    applianctl(home, "model", "add", str(source), "--name", "1b")
-    shutil.rmtree(source)
-
-
-def spread(measure: Callable[[int], float], repeat: int) -> dict[str, float]:
-    values = [measure(number) for number in range(repeat)]
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def speeds(service: Service, repeat: int) -> dict[str, dict[str, float]]:
-    service.complete("warm up", 8)
-
-    def decode(number: int) -> float:
-        short = service.complete(f"story {number}", 8)
-        return 56 / (service.complete(f"story {number}", 64) - short)
-
-    def prefill(number: int) -> float:
-        return 512 / service.complete(f"{number} {time.monotonic()} {PROMPT}", 1)
-
-    def streams(count: int) -> Callable[[int], float]:
-        def run(number: int) -> float:
-            began = time.monotonic()
-            with ThreadPoolExecutor(count) as pool:
-                list(pool.map(lambda user: service.complete(f"user {user} tells story {number}", 32), range(count)))
-            return 32 * count / (time.monotonic() - began)
+    def quiet(measure: Callable[[int], float]) -> Callable[[int], float]:
+        def run(_: int) -> float:
+            idle.append(machine.wait_quiet(5.0))
+            return measure(next(seeds))
 
         return run
 
-    return {"decode tok/s": spread(decode, repeat), "prefill 512 tok/s": spread(prefill, repeat),
-            **{f"{n} streams tok/s": spread(streams(n), repeat) for n in (2, 4, 8)}}
+    def decode(port: int) -> Callable[[int], float]:
+        def run(seed: int) -> float:
+            found = client.stream(port, client.prompt(PROMPT_TOKENS, seed), answer)
+            return (answer - 1) / (found.last_s - found.first_s)
+
+        return run
+
+    def prefill(port: int) -> Callable[[int], float]:
+        return lambda seed: PREFILL_TOKENS / client.complete(port, client.prompt(PREFILL_TOKENS, seed), 1)
+
+    def streams(port: int, count: int) -> Callable[[int], float]:
+        return lambda seed: client.together(port, count, PROMPT_TOKENS, answer, seed)
+
+    ports = {name: server.port for name, server in running.items()}
+    metrics: dict[str, dict[str, Callable[[int], float]]] = {
+        "decode tok/s": {name: decode(port) for name, port in ports.items()},
+        f"prefill {PREFILL_TOKENS} tok/s": {name: prefill(port) for name, port in ports.items()},
+    }
+    for count in STREAMS:
+        metrics[f"{count} streams tok/s"] = {name: streams(port, count) for name, port in ports.items()}
+    idle: list[float] = []
+    for port in ports.values():  # first requests of their kind are slower everywhere
+        client.together(port, max(STREAMS), PROMPT_TOKENS, min(16, answer), next(seeds))
+        client.complete(port, client.prompt(PREFILL_TOKENS, next(seeds)), 1)
+    result: dict[str, dict[str, Any]] = {}
+    for metric, measures in metrics.items():
+        found = machine.alternate({name: quiet(measure) for name, measure in measures.items()}, repeat)
+        result[metric] = {name: samples.to_dict() for name, samples in found.items()}
+        for name in ports:
+            if name != OURS:
+                result[metric][f"ours / {name}"] = machine.ratio(found[OURS], found[name]).to_dict()
+        print_metric(metric, result[metric])
+    result["idle before"] = {"median": statistics.median(idle), "min": min(idle)}
+    result["suspicious"] = {name: reason for name in ports if (reason := starved(result, name))}
+    return result
+
+
+def starved(result: dict[str, dict[str, Any]], name: str) -> str | None:
+    """Why the streamed figure of a server cannot be right, or None: a client that gets no processor time reads many
+    tokens at once and sees a decode speed that the whole answer denies."""
+    streamed, whole = (result[metric][name]["median"] for metric in ("decode tok/s", "1 streams tok/s"))
+    if streamed <= 1.5 * whole:
+        return None
+    return f"{streamed:.1f} tok/s streamed, {whole:.1f} for whole answers: the machine was not quiet"
+
+
+def llama_bench(bench: Bench) -> dict[str, Any]:
+    """pp512 and tg128 of each file, in turn."""
+    if not bench.files:
+        return {}
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in bench.files}
+    for _ in range(bench.args.repeat):
+        for name, file in bench.files.items():
+            done = subprocess.run(
+                [str(build_llama.binary("llama-bench", bench.args.isa)), "-m", str(file), "-t", str(bench.args.threads),
+                 "-p", str(PREFILL_TOKENS), "-n", str(bench.args.answer), "-r", "1", "-o", "json"],
+                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+            for test in json.loads(done.stdout):
+                kind = f"pp{test['n_prompt']}" if test["n_prompt"] else f"tg{test['n_gen']}"
+                found[name].setdefault(kind, []).append(test["avg_ts"])
+    return {name: {kind: machine.Samples(values=tuple(values)).to_dict() for kind, values in kinds.items()}
+            for name, kinds in found.items()}
+
+
+def kv_bytes(plan: dict[str, Any]) -> int:
+    """The key/value cache that our plan sets aside."""
+    return next(int(item["bytes"]) for item in plan["memory"] if item["item"] == "key/value cache")
+
+
+def memory_after(server: Server, kv: int) -> dict[str, Any]:
+    """Memory after the load. Both servers write zeros to their whole cache of `kv` bytes at the start: it is resident."""
+    found = services.memory(server.pids())
+    return {**found.to_dict(), "key/value cache MiB": kv // MIB, "pss minus cache MiB": (found.pss_bytes - kv) // MIB}
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    home = Path(tempfile.mkdtemp(prefix="bench-"))
+    running: dict[str, Server] = {}
+    try:
+        services.write_config(home, args.isa, args.threads, {})
+        bench = Bench(args, home)
+        result: dict[str, Any] = {"bench": "serving", "model": args.model, "isa": args.isa, "threads": args.threads,
+                                  "answer tokens": args.answer, "machine": machine.facts(), "files MB": {
+                                      name: round(file.stat().st_size / 1e6, 1) for name, file in bench.files.items()}}
+        result |= bench.prepare()
+        result["starts"] = starts(bench, running)
+        result["key/value tokens"] = bench.kv_tokens
+        print(json.dumps(result["starts"], indent=1), flush=True)
+        result["speeds"] = speeds(running, args.repeat, args.answer)
+        plan = bench.plan()
+        result["memory"] = {name: memory_after(server, kv_bytes(plan)) for name, server in running.items()}
+        result["planned MiB"] = {phase: sum(i["bytes"] for i in plan["memory"] if phase in i["phases"]) // MIB
+                                 for phase in ("load", "compile", "warm-up", "serve")}
+        result["kernels"] = {choice["name"]: choice["value"] for choice in plan["choices"]}
+        if args.model == "hollow":
+            one = result["speeds"]["decode tok/s"][OURS]["median"]
+            many = result["speeds"][f"{max(STREAMS)} streams tok/s"][OURS]["median"] / max(STREAMS)
+            result["ms per step"] = {"1 stream": round(1000 / one, 2), f"{max(STREAMS)} streams": round(1000 / many, 2)}
+        for server in running.values():
+            services.stop(server)
+        running.clear()
+        result["llama-bench"] = llama_bench(bench)
+        return result
+    finally:
+        for server in running.values():
+            server.process.terminate()
+            server.process.wait(timeout=120)
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def print_metric(metric: str, found: dict[str, Any]) -> None:
+    words = [f"{name} {one['median']:.2f} ({one['min']:.2f}-{one['max']:.2f})" for name, one in found.items()]
+    print(f"{metric:22} " + ", ".join(words), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["smollm2", "1b"], default="smollm2")
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--model", choices=["smollm2", "1b", "hollow"], default="smollm2")
+    parser.add_argument("--peer", action="append", choices=models.QUANTS, help="default: all")
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--isa", choices=list(build_llama.ISAS), default="native")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--answer", type=int, default=ANSWER_TOKENS, metavar="TOKENS",
+                        help=f"length of an answer (default {ANSWER_TOKENS}; less only to try whether everything runs)")
+    parser.add_argument("--starts", type=int, default=3, help="warm starts of each server (at least 1)")
     parser.add_argument("--port", type=int, default=8177)
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
-    home = Path(tempfile.mkdtemp(prefix="bench-"))
-    try:
-        (home / "appliance.yaml").write_text("")
-        python = jobs.find_worker_python(Settings())
-        if args.model == "1b":
-            add_1b(home, python)
-        result: dict[str, Any] = {"model": args.model}
-        for start in ("cold", "warm"):
-            service = Service(home, args.model, args.port)
-            try:
-                result[f"{start} start s"] = service.wait_ready()
-                if start == "warm":
-                    result["speeds"] = speeds(service, args.repeat)
-            finally:
-                result["stop s"] = service.stop()
-            result.setdefault("peak MiB", {})[start] = {k: v // MIB for k, v in service.peaks.items()}
-        plan = json.loads(applianctl(home, "plan", "--model", args.model, "--json"))
-        result["planned MiB"] = {phase: sum(i["bytes"] for i in plan["memory"] if phase in i["phases"]) // MIB
-                                 for phase in ("load", "compile", "warm-up", "serve")}
-        result["memory"] = [{k: v for k, v in item.items() if k != "phases"} for item in plan["memory"]]
-    finally:
-        shutil.rmtree(home)
-    print(json.dumps(result, indent=1))
+    args.peer = args.peer or list(models.QUANTS)
+    args.no_peers = args.no_peers or args.model == "hollow"
+    if not args.no_peers:
+        build_llama.build(args.isa)
+        build_llama.build("native")  # its llama-quantize makes the files
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `run` ends its servers
+    result = run(args)
+    print(json.dumps({key: value for key, value in result.items() if key not in ("speeds", "starts")}, indent=1))
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
 

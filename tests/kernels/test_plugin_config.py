@@ -134,11 +134,12 @@ def test_the_table_has_its_own_group() -> None:
     assert config.table_group("lm_head", head=True) == 32
 
 
-def test_tables_of_eight_bits_are_refused_by_name() -> None:
-    from appliance.errors import ModelError
-
-    with pytest.raises(ModelError, match="table_bits 8"):
-        _config({"table_bits": 8})
+@pytest.mark.parametrize(("raw", "bits"), [({"table_bits": 8}, 8), ({}, 4), ({"quantize_embedding": False}, 16), ({"table_bits": 16}, 16)])
+def test_bits_of_the_table(raw: dict[str, Any], bits: int) -> None:
+    fields = _config(raw).fields
+    assert fields.stored_table_bits == bits
+    assert fields.bits_of("model.embed_tokens") == (8 if bits == 8 else 4)
+    assert fields.bits_of("model.layers.0.mlp.up_proj") == 4
 
 
 def test_names_follow_a_renaming_model() -> None:

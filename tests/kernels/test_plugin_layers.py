@@ -177,6 +177,26 @@ def test_a_tied_table_is_packed_once(head_first: bool) -> None:
         assert not logits[:, 100:].any(), "padding rows are zero"
 
 
+@pytest.mark.parametrize("head_first", [True, False])
+def test_a_tied_table_of_eight_bits(head_first: bool) -> None:
+    config = _config(tied=True, table_bits=8)
+    table, head = _table(config, head=False), _table(config, head=True)
+    head.tie_weights(table)
+    portable = reference.quantize(torch.randn(100, K, generator=torch.Generator().manual_seed(13), dtype=torch.float32), 64, 8)
+    _load(table, portable)
+    for module in (head, table) if head_first else (table, head):
+        module.quant_method.process_weights_after_loading(module)
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
+                for module in (table, head) for p in module.parameters()}
+    assert sum(storages.values()) == 128 * K + 2 * 2 * 128 * (K // 64)
+    ids = torch.tensor([[0, 99], [42, 7]])
+    assert signal_db(table(ids), reference.dequantize(portable)[ids]) > 50
+    for rows in (1, 2, 7):
+        logits = head.quant_method.apply(head, _x(rows))
+        assert signal_db(logits[:, :100], reference.linear(_x(rows), portable)) > 44
+        assert not logits[:, 100:].any(), "padding rows are zero"
+
+
 def test_an_untied_head_has_its_own_weight() -> None:
     config = _config()
     table, head = _table(config, head=False), _table(config, head=True)

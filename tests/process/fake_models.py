@@ -57,11 +57,12 @@ def source_folder(folder: Path, *, fill: int = 0, **behaviour: Any) -> Path:
     return folder
 
 
-def fake_python(folder: Path) -> str:
-    """An executable that stands for the worker's Python and runs the fake quantizer."""
+def fake_python(folder: Path, **environment: str) -> str:
+    """An executable that stands for the worker's Python and runs the fake quantizer with these variables."""
     import sys
 
     script = folder / "fake-worker-python"
-    script.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("fake_quantizer.py")} "$@"\n')
+    said = "".join(f"export {name}={value}\n" for name, value in environment.items())
+    script.write_text(f'#!/bin/sh\n{said}exec {sys.executable} {Path(__file__).with_name("fake_quantizer.py")} "$@"\n')
     script.chmod(0o755)
     return str(script)

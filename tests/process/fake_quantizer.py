@@ -1,15 +1,17 @@
-"""A stand-in for the worker's Python: speaks the protocol of `-m appliance.quantize`, and can misbehave.
+"""A stand-in for the worker's Python: speaks the protocol of `-m appliance.quantize`, and can misbehave. It also
+answers `-m appliance.worker --contract` and runs `-m appliance.kernels.prepare`, as FAKE_KERNELS and FAKE_PREPARE say.
 
 What it does stands in SOURCE/behaviour.json:
     mode      ok | error | crash | silent | signal | fill | hang | junk | empty | deaf    (default ok)
     slices    number of pieces the weights are written in, `pause_s` seconds apart
     number    the signal to die by (mode signal)
     log       a file that gets one line for each run
-It needs the standard library only and ignores nothing of its command line.
+It needs the standard library and the pure parts of the package, and ignores nothing of its command line.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -17,6 +19,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from appliance import prepared
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
@@ -51,8 +55,32 @@ def write(out: Path, slices: int, pause_s: float) -> None:
             time.sleep(pause_s)
 
 
+def prepare(source: Path, target: Path) -> int:
+    """A layout of one layer, with a real index; FAKE_PREPARE: ok, full or short."""
+    mode = os.environ.get("FAKE_PREPARE", "ok")
+    say(event="phase", phase="preparing", note="")
+    if mode == "full":
+        say(event="error", exit_code=73, what="the prepared layout cannot be written", why="the disk is full", do="")
+        return 73
+    digest = json.loads((source / "manifest.json").read_text())["digest"]
+    size = prepared.run_bytes(64, 64, 32, 4)
+    run = prepared.Run(name="a.q_proj", kind="linear", offset=0, bytes=size, n=64, k=64, group=32, bits=4, replaces=())
+    data = bytes(size)
+    index = prepared.Index(source=digest, bytes=size, sha256=hashlib.sha256(data).hexdigest(), runs=(run,), left_out=())
+    (target / prepared.WEIGHTS).write_bytes(data[1:] if mode == "short" else data)
+    (target / prepared.INDEX).write_text(prepared.write_index(index))
+    say(event="result", report={"layers": 1})
+    return 0
+
+
 def main() -> int:
     args = sys.argv[1:]
+    if args[:2] == ["-m", "appliance.worker"]:
+        kernels = os.environ.get("FAKE_KERNELS", "aten").split(",")
+        print(json.dumps({"contract": {"major": 1, "minor": 0}, "versions": {}, "kernels": kernels}))
+        return 0
+    if args[:2] == ["-m", "appliance.kernels.prepare"]:
+        return prepare(Path(args[2]), Path(args[3]))
     assert [*args[:2], args[4]] == ["-m", "appliance.quantize", "--recipe"], args
     source, out, recipe = Path(args[2]), Path(args[3]), json.loads(args[5])
     behaviour = json.loads((source / "behaviour.json").read_text()) if (source / "behaviour.json").exists() else {}

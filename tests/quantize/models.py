@@ -98,7 +98,7 @@ def read_out(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return json.loads((folder / "config.json").read_text()), tensors
 
 
-def dequantized(tensors: Mapping[str, Any]) -> dict[str, Any]:
+def dequantized(tensors: Mapping[str, Any], *, table_bits: int = 4) -> dict[str, Any]:
     """float32 weights of a checkpoint, by the format's formula written out again (not the code under test)."""
     import torch
 
@@ -107,11 +107,13 @@ def dequantized(tensors: Mapping[str, Any]) -> dict[str, Any]:
         if name.endswith(".weight_packed"):
             base = name.removesuffix("_packed")
             n, half = value.shape
+            middle = 128 if table_bits == 8 and base in ("model.embed_tokens.weight", "lm_head.weight") else 8
             codes = torch.empty(n, 2 * half)
             codes[:, 0::2], codes[:, 1::2] = (value % 16).float(), (value // 16).float()
+            codes = value.float() if middle == 128 else codes
             scale, zero = tensors[base + "_scale"].float(), tensors[base + "_zero"].float()
-            group = 2 * half // scale.shape[1]
-            out[base] = (codes - 8) * scale.repeat_interleave(group, 1) + zero.repeat_interleave(group, 1)
+            group = codes.shape[1] // scale.shape[1]
+            out[base] = (codes - middle) * scale.repeat_interleave(group, 1) + zero.repeat_interleave(group, 1)
         elif not name.endswith((".weight_scale", ".weight_zero")):
             out[name] = value.float()
     return out

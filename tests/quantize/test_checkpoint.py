@@ -23,7 +23,7 @@ pytestmark = pytest.mark.worker
 
 
 ALL_FOUR = Recipe(table_bits=4)
-"""Tiny models keep their table by default; most tests here want it in 4 bits."""
+"""Tiny models have an 8-bit table by default; most tests here want it in 4 bits."""
 
 
 Events = list[dict[str, Any]]
@@ -131,6 +131,26 @@ def test_table_kept_at_16_bits(tmp_path: Path) -> None:
     config, tensors = read_out(tmp_path / "out")
     assert torch.equal(tensors["model.embed_tokens.weight"], source["model.embed_tokens.weight"])
     assert config["quantization_config"]["quantize_embedding"] is False
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_table_of_eight_bits(tmp_path: Path, tied: bool) -> None:
+    config = LLAMA | {"tie_word_embeddings": tied}
+    source = write_random(tmp_path / "m", config, tensors=random_tensors(config))
+    report, _ = run(tmp_path / "m", tmp_path / "out", Recipe(table_bits=8))
+    written, tensors = read_out(tmp_path / "out")
+    assert (written["quantization_config"]["table_bits"], written["quantization_config"]["quantize_embedding"]) == (8, True)
+    back = dequantized(tensors, table_bits=8)
+    for module in ("model.embed_tokens", *(() if tied else ("lm_head",))):
+        assert tensors[f"{module}.weight_packed"].shape == source[f"{module}.weight"].shape
+        exact = source[f"{module}.weight"].float()
+        assert float((exact - back[f"{module}.weight"]).norm() / exact.norm()) < 10 ** (-45 / 20)
+    assert {layer["name"] for layer in report["layers"] if layer["bits"] == 8} == {
+        "model.embed_tokens", *(() if tied else ("lm_head",))}
+    # A folder of this kind is taken over as it is.
+    again, _ = run(tmp_path / "out", tmp_path / "again")
+    assert again["parameters"] == report["parameters"]
+    assert read_out(tmp_path / "again")[1].keys() == tensors.keys()
 
 
 @pytest.mark.parametrize(("value", "word"), [(float("nan"), "NaN"), (float("inf"), "infinite"), (3.4e38, "too large")])

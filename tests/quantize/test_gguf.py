@@ -183,6 +183,19 @@ def test_other_types_are_decoded_and_quantized(tmp_path: Path, kind: str) -> Non
         assert float((back[name] - t.float()).square().sum() / t.float().square().sum()) < 0.01, name
 
 
+def test_the_codes_of_an_eight_bit_table_are_kept(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", random_tensors(WIDE), kind="Q8_0")
+    report = quantize(tmp_path / "m.gguf", tmp_path / "out", Recipe(), lambda e: None)
+    assert [(layer["name"], layer["bits"]) for layer in report["layers"] if layer["route"] == "codes kept"] == [
+        ("model.embed_tokens", 8)]
+    stored = next(t for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors if t.name == "token_embd.weight")
+    exact = torch.tensor(gguf.quants.dequantize(stored.data, stored.tensor_type))
+    tensors = read_out(tmp_path / "out")[1]
+    back = dequantized(tensors, table_bits=8)["model.embed_tokens.weight"]
+    assert not tensors["model.embed_tokens.weight_zero"].any()
+    assert bool(((back - exact).abs() <= 2.0**-8 * exact.abs()).all()), "the rounding of the scale, nothing else"
+
+
 def test_mixed_types_and_an_untied_head(tmp_path: Path) -> None:
     config = WIDE | {"tie_word_embeddings": False}
     q = "model.layers.0.self_attn.q_proj.weight"

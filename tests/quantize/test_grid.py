@@ -50,11 +50,20 @@ def test_case_026_every_group_size_numerically(group: int, floor: float) -> None
     assert snr_db(w, dequantize(*minmax(w, group))) > floor
 
 
-def test_codes_are_the_nearest_for_the_stored_scale_and_zero() -> None:
+@pytest.mark.parametrize(("group", "floor"), [(32, 44.5), (64, 43.0), (128, 41.5), (256, 40.5)])
+def test_eight_bits_are_sixteen_times_finer(group: int, floor: float) -> None:
+    w = torch.randn(256, 1024, generator=torch.Generator().manual_seed(1))
+    codes, scale, zero = minmax(w, group, 8)
+    assert snr_db(w, dequantize(codes, scale, zero, 8)) > floor
+    assert torch.equal(pack(codes, 8), codes)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_are_the_nearest_for_the_stored_scale_and_zero(bits: int) -> None:
     w = torch.randn(32, 64) * 0.1 + 0.3
-    codes, scale, zero = minmax(w, 64)
-    every = (torch.arange(16).view(16, 1, 1) - 8) * scale.float() + zero.float()
-    assert torch.equal((every - w).abs().amin(0), (dequantize(codes, scale, zero) - w).abs())
+    codes, scale, zero = minmax(w, 64, bits)
+    every = (torch.arange(2**bits).view(-1, 1, 1) - 2 ** (bits - 1)) * scale.float() + zero.float()
+    assert torch.equal((every - w).abs().amin(0), (dequantize(codes, scale, zero, bits) - w).abs())
 
 
 CONSTANT = [0.0, -0.0, 0.37, -0.37, 1e-30, -1e30, 3.3e38, -3.38e38, 1.0, 2.0**-126, 65504.0]

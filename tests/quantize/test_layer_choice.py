@@ -100,15 +100,33 @@ def test_table_and_head_are_decided_together() -> None:
     assert reason(kept, "model.embed_tokens") == "the other table is kept"
 
 
-def test_table_of_a_small_model_is_kept_unless_it_is_four_bit_already() -> None:
+def bits(p: LayerPlan, module: str = "model.embed_tokens") -> int:
+    return next(c.bits for c in p.choices if c.module == module)
+
+
+def test_table_of_a_small_model_has_eight_bits_unless_it_is_four_bit_already() -> None:
     p = plan(shapes())
-    assert groups(p)["model.embed_tokens"] is None
-    assert not p.config.quantize_embedding
+    assert (groups(p)["model.embed_tokens"], bits(p), bits(p, f"{LAYER}.mlp.up_proj")) == (32, 8, 4)
+    assert (p.config.quantize_embedding, p.config.table_bits, p.config.format_version) == (True, 8, 1)
     assert p.config.ignore == ()
+    assert parse_config(p.config.to_dict()) == p.config
     big = shapes() | {"model.layers.1.mlp.gate_proj.weight": [500_000, 2048]}
-    assert groups(plan(big))["model.embed_tokens"] == 64
+    assert (groups(plan(big))["model.embed_tokens"], bits(plan(big))) == (64, 4)
+    assert bits(plan(big, Recipe(table_bits=8))) == 8
     lattice = plan(shapes(), kinds={"model.embed_tokens.weight": "Q4_0"})
-    assert groups(lattice)["model.embed_tokens"] == 32
+    assert (groups(lattice)["model.embed_tokens"], bits(lattice)) == (32, 4)
+    assert lattice.config.table_bits is None
+
+
+@pytest.mark.parametrize(("kind", "table_bits", "kept"), [
+    ("Q8_0", 8, True), ("Q8_0", 4, False), ("Q4_1", 4, True), ("Q4_1", 8, False), ("BF16", 8, False),
+])
+def test_a_lattice_of_the_table_is_kept_when_its_bits_are_wanted(kind: str, table_bits: int, kept: bool) -> None:
+    p = plan(shapes(), Recipe(table_bits=table_bits), kinds={"model.embed_tokens.weight": kind,
+                                                            f"{LAYER}.mlp.up_proj.weight": "Q8_0"})
+    choice = {c.module: c for c in p.choices}
+    assert (choice["model.embed_tokens"].lattice, choice["model.embed_tokens"].bits) == (kept, table_bits)
+    assert not choice[f"{LAYER}.mlp.up_proj"].lattice
 
 
 def test_experts_and_routers_are_kept_and_counted() -> None:
@@ -144,7 +162,8 @@ def test_recipe() -> None:
     assert parse_recipe({}) == Recipe()
     full = parse_recipe({"grid": "minmax", "group_size": 64, "table_bits": 16, "ignore": ["a"]})
     assert full == dataclasses.replace(Recipe(), group_size=64, table_bits=16, ignore=("a",))
-    for bad in ({"grid": "x"}, {"group_size": 48}, {"group_size": -1}, {"table_bits": 5}, {"table_bits": 8},
+    assert parse_recipe({"table_bits": 8}).table_bits == 8
+    for bad in ({"grid": "x"}, {"group_size": 48}, {"group_size": -1}, {"table_bits": 5}, {"table_bits": "8"},
                 {"ignore": "a"}, {"colour": 1}):
         with pytest.raises(UsageError):
             parse_recipe(bad)

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 def dequantized(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     config = json.loads((folder / "config.json").read_text())
-    config.pop("quantization_config")
+    table_bits = config.pop("quantization_config").get("table_bits", 4)
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(file)
@@ -28,8 +28,10 @@ def dequantized(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         if name.endswith(".weight_packed"):
             module = name.removesuffix(".weight_packed")
             scale, zero = (tensors[f"{module}.weight_{part}"].float()[..., None] for part in ("scale", "zero"))
-            codes = torch.stack((tensor & 15, tensor >> 4), dim=-1).view(*scale.shape[:2], -1).float()
-            weights[f"{module}.weight"] = ((codes - 8) * scale + zero).flatten(1)
+            wide = table_bits == 8 and module.rpartition(".")[2] in ("embed_tokens", "lm_head")
+            codes = tensor if wide else torch.stack((tensor & 15, tensor >> 4), dim=-1)
+            codes = codes.view(*scale.shape[:2], -1).float() - (128 if wide else 8)
+            weights[f"{module}.weight"] = (codes * scale + zero).flatten(1)
         elif not name.endswith((".weight_scale", ".weight_zero")):
             weights[name] = tensor.float()
     return config, weights

@@ -9,14 +9,14 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "appliance"
 LAYERS = {
-    1: ("errors", "facts", "settings", "quantize.format"),
-    2: ("plan", "threads", "budget", "launch", "recovery"),
-    3: ("probe", "store", "manifest", "disk", "directories", "digests", "identity", "importing"),
+    1: ("errors", "facts", "settings", "quantize.format", "prepared"),
+    2: ("plan", "refusal", "threads", "budget", "launch", "recovery"),
+    3: ("probe", "store", "manifest", "disk", "directories", "digests", "identity", "importing", "report"),
     4: ("quantize", "supervisor", "status", "jobs", "library", "node"),
     5: ("cli",),
 }
 EDGE_B = ("vllm_plugin", "kernels", "worker")
-EDGE_B_MAY = ("errors", "quantize.format", "kernels", "vllm_plugin", "worker")
+EDGE_B_MAY = ("errors", "quantize.format", "prepared", "report", "importing", "kernels", "vllm_plugin", "worker")
 PURE_MAY_NOT = {"os", "subprocess", "socket", "time", "pathlib", "shutil", "tempfile", "threading", "random", "psutil"}
 HEAVY = {"torch", "vllm", "numpy", "transformers", "safetensors", "gguf", "tokenizers", "pydantic", "asyncio"}
 FILES = sorted(PACKAGE.rglob("*.py"))

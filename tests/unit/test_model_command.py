@@ -17,12 +17,14 @@ from appliance.cli.application import Application
 from appliance.cli.model import model
 from appliance.cli.progress import Progress
 from appliance.errors import ModelError, StoreError, UsageError
+from appliance.prepared import folder_name
+from appliance.store import Store
 from tests.process.fake_models import fake_python, source_folder
 
 
 class Operator:
-    def __init__(self, folder: Path) -> None:
-        home, python = str(folder / "home"), fake_python(folder)
+    def __init__(self, folder: Path, **worker: str) -> None:
+        home, python = str(folder / "home"), fake_python(folder, **worker)
         self.env = {"PATH": "/bin", "APPLIANCE_HOME": home, "APPLIANCE_WORKER_PYTHON": python}
         self.store = folder / "home" / "store"
 
@@ -73,14 +75,60 @@ def test_add_list_show_use_remove(operator: Operator, tmp_path: Path) -> None:
         operator.run("show")
 
 
+def test_weights_are_laid_out_once_and_go_with_their_model(tmp_path: Path) -> None:
+    operator = Operator(tmp_path, FAKE_KERNELS="native,aten")
+    source = str(source_folder(tmp_path / "source"))
+    assert "laying the weights out for the kernels" in operator.run("add", source, "--name", "a").stderr
+    digest = json.loads(operator.run("list", "--json").stdout)[0]["digest"]
+    folder = operator.store / "prepared" / folder_name(digest)
+    assert Store(operator.store).prepared(digest) == folder
+    assert (folder / "weights.bin").stat().st_mode & 0o777 == 0o444
+    again = operator.run("add", source, "--name", "b")
+    assert "laying" not in again.stderr
+    assert operator.run("verify").exit_code == 0
+    (folder / "weights.bin").chmod(0o644)
+    with open(folder / "weights.bin", "r+b") as file:
+        file.write(b"x")
+    with pytest.raises(StoreError, match="damaged: a, b"):
+        operator.run("verify")
+    (folder / "index.json").chmod(0o644)
+    (folder / "index.json").write_text("{}")
+    assert Store(operator.store).prepared(digest) is None
+    assert "laying" in operator.run("add", source, "--name", "c").stderr, "a damaged layout is made again"
+    assert operator.run("verify").exit_code == 0
+    for name in "abc":
+        assert folder.exists()
+        operator.run("remove", name, "--force")
+    assert not list((operator.store / "prepared").iterdir())
+    assert not list((operator.store / "tmp").iterdir())
+
+
+@pytest.mark.parametrize(("mode", "why"), [("full", "the disk is full"), ("short", "weights.bin has 2559 bytes, recorded 2560")])
+def test_a_layout_that_cannot_be_made_is_a_warning(tmp_path: Path, mode: str, why: str) -> None:
+    operator = Operator(tmp_path, FAKE_KERNELS="native", FAKE_PREPARE=mode)
+    added = operator.run("add", str(source_folder(tmp_path / "source")), "--name", "a")
+    assert added.exit_code == 0
+    assert "warning: the weights are not laid out yet" in added.stderr
+    assert why in added.stderr
+    assert not list((operator.store / "tmp").iterdir())
+
+
+@pytest.mark.parametrize(("kernels", "setting"), [("aten", "auto"), ("native,aten", "aten")])
+def test_nothing_is_laid_out_for_kernels_that_do_not_serve(tmp_path: Path, kernels: str, setting: str) -> None:
+    operator = Operator(tmp_path, FAKE_KERNELS=kernels)
+    operator.env["APPLIANCE_KERNEL"] = setting
+    operator.run("add", str(source_folder(tmp_path / "source")), "--name", "a")
+    assert not (operator.store / "prepared").exists()
+
+
 def test_another_recipe_is_another_object(operator: Operator, tmp_path: Path) -> None:
     source = str(source_folder(tmp_path / "source"))
     recipes = {"a": [], "b": ["--group-size", "64"], "c": ["--table-bits", "16"], "d": ["--ignore", "x"],
-               "e": ["--ignore", "x", "--ignore", "x"]}
+               "f": ["--table-bits", "8"], "e": ["--ignore", "x", "--ignore", "x"]}
     for name, flags in recipes.items():
         operator.run("add", source, "--name", name, *flags)
     digests = {row["name"]: row["digest"] for row in json.loads(operator.run("list", "--json").stdout)}
-    assert len(set(digests.values())) == 4
+    assert len(set(digests.values())) == 5
     assert digests["d"] == digests["e"]
 
 
@@ -113,7 +161,7 @@ def test_use_says_when_a_setting_wins(operator: Operator, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("args", [
-    ("add", "x", "--group-size", "48"), ("add", "x", "--table-bits", "8"), ("add",), ("remove",),
+    ("add", "x", "--group-size", "48"), ("add", "x", "--table-bits", "5"), ("add",), ("remove",),
 ])
 def test_wrong_flags_are_usage_errors(operator: Operator, args: tuple[str, ...]) -> None:
     assert operator.run(*args).exit_code == 2

@@ -77,6 +77,7 @@ def test_the_need_is_an_upper_bound_by_shapes(tmp_path: Path) -> None:
     extras = sum(file.stat().st_size for file in source.extras)
     linear, norm = 2048 * 64 * 5 // 8, 128
     assert library.estimate_bytes(source, table_bits=4) == extras + 1024 * 64 * 5 // 8 + linear + norm
+    assert library.estimate_bytes(source, table_bits=None) == extras + 1024 * 64 * 9 // 8 + linear + norm
     assert library.estimate_bytes(source, table_bits=16) == extras + 1024 * 64 * 2 + linear + norm
 
 

@@ -242,9 +242,40 @@ def test_kv_bytes_per_token_is_the_models_own() -> None:
 
 def test_without_a_compiler_it_runs_eager_and_says_so() -> None:
     host = dataclasses.replace(HOST, software=dataclasses.replace(HOST.software, compiler=None))
-    plan = planned(host=host)
+    plan = planned(host=host, kernel="aten")
     assert "--enforce-eager" in plan.full.argv
     assert "g++" in choice(plan, "compile")[1]
+    # fused layers need none, and do not ask for one
+    assert "CXX" not in planned(host=host).full.env
+    assert planned(host=host).full.argv == planned().full.argv
+
+
+def test_plain_decoders_on_the_native_kernel_are_fused_others_compiled() -> None:
+    assert choice(planned(), "compile")[0] is False
+    assert choice(planned(), "residual stream")[0] == "fp32"
+    assert planned().full.quantization["wide_residual"] is False
+    assert choice(planned(compile=True), "compile")[0] is True
+    assert planned(compile=True).full.quantization["wide_residual"] is True
+    other = dataclasses.replace(SMOLLM2, architecture="Gemma2ForCausalLM")
+    assert choice(planned(other), "compile")[0] is True
+    assert choice(planned(kernel="aten"), "compile")[0] is True
+
+
+def test_the_kernel_is_native_where_the_worker_has_it() -> None:
+    assert planned().full.quantization["kernel"] == "native"
+    assert {rung.id: rung.quantization["kernel"] for rung in planned().rungs}["aten"] == "aten"
+    old = make_plan(HOST, SMOLLM2, Settings(), PLACES, kernels=("aten", "portable"))
+    assert {rung.quantization["kernel"] for rung in old.rungs} == {"aten"}
+    assert choice(old, "compile")[0] is True
+    refused = make_plan(HOST, SMOLLM2, Settings(kernel="native"), PLACES, kernels=("aten", "portable")).refused
+    assert refused is not None
+    assert refused.exit_code == 78
+
+
+def test_mapped_weights_are_not_packed_at_load() -> None:
+    mapped = make_plan(HOST, SMOLLM2, Settings(), dataclasses.replace(PLACES, prepared="/store/prepared/x"))
+    assert "packing the largest layer" in {line.item for line in planned().memory}
+    assert "packing the largest layer" not in {line.item for line in mapped.memory}
 
 
 def test_listening_beyond_loopback_is_refused() -> None:
@@ -260,6 +291,12 @@ def test_the_worker_writes_only_below_its_places() -> None:
         if value.startswith("/") and name != "CXX":
             assert value.split("/")[1] in ("m", "c", "t", "s"), name
     assert len("/run/appliance/") < MAX_SOCKET_DIRECTORY
+
+
+def test_every_rung_maps_the_prepared_weights_where_there_are_some() -> None:
+    places = Places(model="/m", cache="/c", tmp="/t", sockets="/s", prepared="/store/prepared/x")
+    assert {rung.env["APPLIANCE_PREPARED"] for rung in make_plan(HOST, SMOLLM2, Settings(), places).rungs} == {"/store/prepared/x"}
+    assert all("APPLIANCE_PREPARED" not in rung.env and "--load-format" in rung.argv for rung in planned().rungs)
 
 
 def test_the_ladder_only_steps_down() -> None:

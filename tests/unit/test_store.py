@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import threading
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance import manifest
+from appliance import manifest, prepared
 from appliance.errors import ModelError, StoreError, TransientError, UsageError
 from appliance.store import Store, name_refusal
 
@@ -243,3 +244,66 @@ def test_a_file_in_the_place_of_the_store_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="cannot write to the store") as caught:
         Store(tmp_path / "store").begin("d")
     assert "\n" not in caught.value.line
+
+
+def lay_out(store: Store, digest: str, *, source: str | None = None, name: str | None = None) -> Path:
+    """A prepared layout of one small run, committed."""
+    size = prepared.run_bytes(16, 32, 32, 4)
+    run = prepared.Run(name="a", kind="linear", offset=0, bytes=size, n=16, k=32, group=32, bits=4, replaces=())
+    index = prepared.Index(source=source or digest, bytes=size, sha256=hashlib.sha256(bytes(size)).hexdigest(), runs=(run,), left_out=())
+    with store.begin(name or prepared.folder_name(digest)) as draft:
+        (draft.folder / prepared.WEIGHTS).write_bytes(bytes(size))
+        (draft.folder / prepared.INDEX).write_text(prepared.write_index(index))
+        return store.commit_prepared(draft, digest)
+
+
+def test_a_prepared_layout_belongs_to_its_object(store: Store) -> None:
+    one, two = put(store, "a", "one"), put(store, "b", "two")
+    assert store.prepared(one) is None
+    assert store.prepared_finding(one) == "it is not there"
+    folder = lay_out(store, one)
+    lay_out(store, two)
+    assert store.prepared(one) == folder
+    assert store.prepared_finding(one, contents=True) is None
+    store.remove("one")
+    assert [p.name for p in (store.root / "prepared").iterdir()] == [prepared.folder_name(two)]
+    assert store.prepared(two) is not None
+
+
+def test_a_new_layout_takes_the_place_of_older_ones(store: Store) -> None:
+    one = put(store, "a", "one")
+    for old in (prepared.folder_name(one, "int4-b16-0"), prepared.folder_name(one), "0" * 64 + "-int4-b16-1"):
+        (store.root / "prepared" / old).mkdir(parents=True)
+        (store.root / "prepared" / old / "index.json").write_text("{}")
+    folder = lay_out(store, one)
+    assert {p.name for p in (store.root / "prepared").iterdir()} == {folder.name, "0" * 64 + "-int4-b16-1"}
+    store.prune()
+    assert {p.name for p in (store.root / "prepared").iterdir()} == {folder.name}
+    assert store.sweep() == []
+
+
+def test_a_layout_is_stored_for_a_model_that_is_there_and_its_own(store: Store) -> None:
+    one = put(store, "a", "one")
+    with pytest.raises(StoreError, match="made from another model"):
+        lay_out(store, one, source="f" * 64)
+    with pytest.raises(StoreError, match="has been removed"):
+        lay_out(store, "e" * 64)
+    assert not list((store.root / "prepared").iterdir())
+    assert not list((store.root / "tmp").iterdir())
+
+
+@pytest.mark.parametrize(("file", "content", "quick", "full"), [
+    ("weights.bin", b"x" * 320, None, "weights.bin: contents changed"),
+    ("weights.bin", b"x", "weights.bin has 1 bytes, recorded 320", "weights.bin has 1 bytes"),
+    ("index.json", b"\xff", "not readable", "not readable"),
+    ("index.json", b"{}", "index.json: it is not readable", "index.json: it is not readable"),
+])
+def test_a_damaged_layout_is_found(store: Store, file: str, content: bytes, quick: str | None, full: str) -> None:
+    one = put(store, "a", "one")
+    path = lay_out(store, one) / file
+    path.chmod(0o644)
+    path.write_bytes(content)
+    found = store.prepared_finding(one)
+    assert (found is None) is (quick is None)
+    assert quick is None or quick in str(found)
+    assert full in str(store.prepared_finding(one, contents=True))

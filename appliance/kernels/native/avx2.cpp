@@ -11,7 +11,7 @@ struct Avx2 : Vector256 {
 } // namespace
 
 const Variant kAvx2 = {
-    "avx2", kHasAvx2 | kHasFma, quantize_avx2, few<Avx2>, unpack<Avx2>, many<Avx2>, Avx2::kManyBlocks, Avx2::kManyRows, channel,
+    "avx2", kHasAvx2 | kHasFma, quantize_avx2, few<Avx2>, unpack<Avx2>, many<Avx2>, Avx2::kManyBlocks, Avx2::kManyRows, columns<Avx2>, channel,
     widen_all, narrow_all, norm_row, gate_row, head_row,
 };
 

@@ -12,7 +12,7 @@ struct Avx512 : Vector512 {
 
 const Variant kAvx512 = {
     "avx512", kHasAvx2 | kHasFma | kHasAvx512f | kHasAvx512bw | kHasAvx512vl, quantize_avx2, few<Avx512>,
-    unpack<Avx512>, many<Avx512>, Avx512::kManyBlocks, Avx512::kManyRows, channel, widen_all, narrow_all, norm_row, gate_row, head_row,
+    unpack<Avx512>, many<Avx512>, Avx512::kManyBlocks, Avx512::kManyRows, columns<Avx512>, channel, widen_all, narrow_all, norm_row, gate_row, head_row,
 };
 
 } // namespace int4

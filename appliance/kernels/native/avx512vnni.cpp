@@ -21,7 +21,7 @@ const Variant kAvx512Vnni = {
     few<Avx512Vnni>,
     unpack<Avx512Vnni>,
     many<Avx512Vnni>,
-    Avx512Vnni::kManyBlocks, Avx512Vnni::kManyRows,
+    Avx512Vnni::kManyBlocks, Avx512Vnni::kManyRows, columns<Avx512Vnni>,
     channel,
     widen_all,
     narrow_all,

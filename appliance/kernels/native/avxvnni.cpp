@@ -16,7 +16,7 @@ struct AvxVnni : Vector256 {
 
 const Variant kAvxVnni = {
     "avx-vnni", kHasAvx2 | kHasFma | kHasAvxVnni, quantize_avx2, few<AvxVnni>, unpack<AvxVnni>, many<AvxVnni>,
-    AvxVnni::kManyBlocks, AvxVnni::kManyRows, channel, widen_all, narrow_all, norm_row, gate_row, head_row,
+    AvxVnni::kManyBlocks, AvxVnni::kManyRows, columns<AvxVnni>, channel, widen_all, narrow_all, norm_row, gate_row, head_row,
 };
 
 } // namespace int4

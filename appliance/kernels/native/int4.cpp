@@ -3,6 +3,10 @@
 
 using namespace int4;
 
+namespace {
+constexpr int64_t kAlone = 32 << 10;  // numbers looked up that are not worth a second thread
+}
+
 int32_t int4_abi(void) { return INT4_ABI; }
 
 const char* int4_variant_name(int32_t index) {
@@ -30,11 +34,14 @@ void int4_rows(const uint8_t* w, int64_t n, int64_t k, int32_t group, int32_t bi
                void* out, int32_t out_type) {
   const Weight weight{w, n, k, group, bits};
   const Variant& v = variant();
-  float* wide = (float*)scratch(kWideSlot, k * 4);
-  for (int64_t i = 0; i < count; i++) {
-    float* row = out_type == kF32 ? (float*)out + i * k : wide;
-    if (ids[i] >= 0 && ids[i] < n) v.channel(weight, ids[i], row);
-    else __builtin_memset(row, 0, k * 4);
-    if (out_type == kBF16) v.narrow(wide, k, (uint16_t*)out + i * k);
-  }
+  auto body = [&](const Member& me) {
+    float* wide = (float*)scratch(kWideSlot, k * 4);
+    for (int64_t i; (i = me.team.next(0)) < count;) {
+      float* row = out_type == kF32 ? (float*)out + i * k : wide;
+      if (ids[i] >= 0 && ids[i] < n) v.channel(weight, ids[i], row);
+      else __builtin_memset(row, 0, k * 4);
+      if (out_type == kBF16) v.narrow(wide, k, (uint16_t*)out + i * k);
+    }
+  };
+  Team::run(count * k > kAlone ? Team::available() : 1, body);
 }

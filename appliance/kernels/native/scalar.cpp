@@ -22,6 +22,10 @@ struct Scalar {
     for (auto& e : a.v) e = (int32_t)((uint32_t)e >> N);
     return a;
   }
+  static I shift(I a, int n) {
+    for (auto& e : a.v) e = (int32_t)((uint32_t)e >> n);
+    return a;
+  }
   template <int N> static I shift16(I a) {
     for (auto& e : a.v) e = (int32_t)(((uint32_t)e >> 16 >> N << 16) | (((uint32_t)e & 0xffff) >> N));
     return a;
@@ -66,7 +70,7 @@ void quantize(const float* x, int64_t row, int32_t group, int32_t bits, const Ro
 } // namespace
 
 const Variant kScalar = {
-    "scalar", 0, quantize, few<Scalar>, unpack<Scalar>, many<Scalar>, Scalar::kManyBlocks, Scalar::kManyRows, channel, widen_all,
+    "scalar", 0, quantize, few<Scalar>, unpack<Scalar>, many<Scalar>, Scalar::kManyBlocks, Scalar::kManyRows, columns<Scalar>, channel, widen_all,
     narrow_all, norm_row, gate_row, head_row,
 };
 

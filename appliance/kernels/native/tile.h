@@ -1,7 +1,7 @@
 // The micro-kernels, written once over a vector type V; each instruction set's .cpp includes this and makes its table.
 //
 // V gives: I, F (int32 and fp32 vectors), kLanes (8 or 16), kRows (rows at once, few), kManyRows, kManyBlocks, and
-// zero, zero_f, load, store, splat (a dword), splat_f, mask, shift<n> (dwords), shift16<n> (words), dot (acc + pairs of
+// zero, zero_f, load, store, splat (a dword), splat_f, mask, shift<n> and shift(n) (dwords), shift16<n> (words), dot (acc + pairs of
 // int16 products), to_float, load_f, store_f, mul, fma, widen (bf16 to fp32).
 //
 // Everything here has internal linkage and uses nothing of the standard library: a function that the linker shares
@@ -224,6 +224,37 @@ void many(const int16_t* codes, const float* scale, const float* offset, int64_t
                             y + done * y_stride, y_stride);
     done += rows;
   }
+}
+
+// A block's weights by column: out[c * stride + 0..16) for c in 0..k, bf16 or fp32.
+template <class V, int BITS>
+void columns_bits(const Weight& w, int64_t block, Type type, int64_t stride, void* out) {
+  const uint8_t* record = w.block(block);
+  constexpr int kCodes = 32 / BITS;
+  const typename V::I mask = V::splat((1 << BITS) - 1);
+  for (int64_t g = 0; g < w.groups(); g++, record += w.record_bytes()) {
+    const uint16_t* scales = (const uint16_t*)(record + w.code_bytes());
+    float values[kBlock];
+    for (int s = 0; s < w.group / kCodes; s++) {
+      for (int i = 0; i < kCodes; i++) {
+        for (int h = 0; h < kBlock; h += V::kLanes) {
+          const typename V::F scale = V::widen(scales + h);
+          const typename V::F offset = V::fma(scale, V::splat_f(-(float)(1 << (BITS - 1))), V::widen(scales + h + kBlock));
+          const typename V::I codes = V::mask(V::shift(V::load(record + s * 64 + h * 4), BITS * i), mask);
+          V::store_f(values + h, V::fma(V::to_float(codes), scale, offset));
+        }
+        const int64_t at = (g * w.group + s * kCodes + i) * stride;
+        if (type == kF32) __builtin_memcpy((float*)out + at, values, sizeof values);
+        else for (int c = 0; c < kBlock; c++) ((uint16_t*)out)[at + c] = bf16_bits(values[c]);
+      }
+    }
+  }
+}
+
+template <class V>
+void columns(const Weight& w, int64_t block, Type type, int64_t stride, void* out) {
+  if (w.bits == 4) columns_bits<V, 4>(w, block, type, stride, out);
+  else columns_bits<V, 8>(w, block, type, stride, out);
 }
 
 // A row of the table, for the embedding lookup: short, so plain code.

@@ -53,10 +53,29 @@ void rows_op(Slot64* stack, uint64_t, uint64_t) {
   stack[0] = out.release();
 }
 
+// columns(Tensor weight, int n, int k, int group, int bits, int first, int blocks, bool wide) -> Tensor
+void columns_op(Slot64* stack, uint64_t, uint64_t) {
+  Tensor weight(stack[0]);
+  const Weight w{weight.data<uint8_t>(), (int64_t)stack[1], (int64_t)stack[2], (int32_t)stack[3], (int32_t)stack[4]};
+  const int64_t first = (int64_t)stack[5], blocks = (int64_t)stack[6];
+  const Type type = (stack[7] & 0xff) ? kF32 : kBF16;
+  if (weight.size(0) != w.blocks() * w.block_bytes() || first < 0 || blocks < 0 || first + blocks > w.blocks())
+    throw std::runtime_error("cpu_int4::columns: the weight has no such blocks");
+  Tensor out = Tensor::empty(w.k, blocks * kBlock, type == kF32 ? torch().f32 : torch().bf16);
+  auto body = [&](const Member& me) {
+    for (int64_t b; (b = me.team.next(0)) < blocks;)
+      variant().columns(w, first + b, type, blocks * kBlock, out.data<char>() + b * kBlock * (type == kF32 ? 4 : 2));
+  };
+  Team::run(blocks > 1 ? Team::available() : 1, body);
+  stack[0] = out.release();
+}
+
 const OpEntry kOps[] = {
     {"linear(Tensor x, Tensor weight, Tensor bias, int n, int k, int group, int bits, bool wide) -> Tensor", "linear",
      linear_op},
     {"rows(Tensor ids, Tensor weight, int n, int k, int group, int bits, bool wide) -> Tensor", "rows", rows_op},
+    {"columns(Tensor weight, int n, int k, int group, int bits, int first, int blocks, bool wide) -> Tensor", "columns",
+     columns_op},
 };
 
 template <class F>

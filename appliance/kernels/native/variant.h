@@ -69,6 +69,9 @@ struct Variant {
                int64_t y_stride);
   int32_t many_blocks, many_rows;
 
+  // The weights of one block by column, for a library GEMM: out[c * stride + lane], c in 0..k.
+  void (*columns)(const Weight& w, int64_t block, Type type, int64_t stride, void* out);
+
   // One channel of the weight, fp32 [k].
   void (*channel)(const Weight& w, int64_t channel, float* out);
 

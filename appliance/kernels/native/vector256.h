@@ -22,6 +22,7 @@ struct Vector256 {
   static I mask(I a, I b) { return _mm256_and_si256(a, b); }
   static I add(I a, I b) { return _mm256_add_epi32(a, b); }
   template <int N> static I shift(I a) { return _mm256_srli_epi32(a, N); }
+  static I shift(I a, int n) { return _mm256_srlv_epi32(a, _mm256_set1_epi32(n)); }
   template <int N> static I shift16(I a) { return _mm256_srli_epi16(a, N); }
   static F to_float(I a) { return _mm256_cvtepi32_ps(a); }
   static F mul(F a, F b) { return _mm256_mul_ps(a, b); }

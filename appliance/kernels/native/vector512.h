@@ -22,6 +22,7 @@ struct Vector512 {
   static I mask(I a, I b) { return _mm512_and_si512(a, b); }
   static I add(I a, I b) { return _mm512_add_epi32(a, b); }
   template <int N> static I shift(I a) { return _mm512_srli_epi32(a, N); }
+  static I shift(I a, int n) { return _mm512_srlv_epi32(a, _mm512_set1_epi32(n)); }
   template <int N> static I shift16(I a) { return _mm512_srli_epi16(a, N); }
   static F to_float(I a) { return _mm512_cvtepi32_ps(a); }
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }

