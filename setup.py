@@ -1,4 +1,4 @@
-"""Builds the int4 library `appliance/kernels/libint4.so`: plain C++17, one object a source, flags only where they belong.
+"""Builds the int4 library `appliance/kernels/libint4.so`: C++17, one object a source, flags only where they belong.
 
 The package installs without it too: no compiler, another CPU family or APPLIANCE_NATIVE=0 leave the library out, and
 the worker then serves with torch's own kernels.

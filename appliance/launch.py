@@ -159,6 +159,7 @@ def env(dials: Dials, places: Places, settings: Settings) -> dict[str, str]:
         "HOME": places.cache,
         "TMPDIR": places.tmp,
         "TOKENIZERS_PARALLELISM": "false",
+        "MALLOC_ARENA_MAX": "2",
         # A uid without a passwd entry has no name to look up; torch names its temp folder by it.
         "USER": "appliance",
         "LOGNAME": "appliance",

@@ -36,9 +36,9 @@ class Library:
         return _text(self.handle.int4_variant)
 
     def use(self, variant: str) -> None:
-        """Switch this process to a variant; only while nothing multiplies. Raises ValueError for one that cannot run."""
+        """Switch this process to a variant; only while nothing multiplies. Raises ValueError if it cannot run here."""
         if not self.handle.int4_use(variant.encode()):
-            raise ValueError(f"this machine cannot run the variant {variant}; it runs {', '.join(self.variants)}")
+            raise ValueError(f"this machine cannot run {variant}; it runs {', '.join(self.variants)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """vLLM's CPU attention of one layer, called without the Python between its layer and its operators.
 
-What `Attention.forward`, `unified_kv_cache_update`, `unified_attention_with_output` and `CPUAttentionBackendImpl` do for
-a plain decoder layer comes down to two operators of vLLM's C++ library. Everything looked up on the way is looked up
+What `Attention.forward`, `unified_kv_cache_update`, `unified_attention_with_output` and `CPUAttentionBackendImpl` do
+for a plain decoder layer comes down to two operators of vLLM's C++ library. What is looked up on the way is looked up
 once here. Not for encoders, shared caches, sinks or alibi: `attention_refusal` says so.
 """
 
@@ -41,14 +41,15 @@ class CachedAttention:
             self.bind(layer.kv_cache)
         slots = step.slots.get(self.name)
         if slots is not None:
-            self.write(step.key, step.value, self.key_cache, self.value_cache, slots, layer.isa, layer._k_scale_float,
-                       layer._v_scale_float, self.cache_type)
+            self.write(step.key, step.value, self.key_cache, self.value_cache, slots, layer.isa,
+                       layer._k_scale_float, layer._v_scale_float, self.cache_type)
         query, out, rows = step.query, step.attention_heads, metadata.num_actual_tokens
         if rows != step.rows:
             query, out = query[:rows], out[:rows]
-        self.attend(query, self.key_cache, self.value_cache, out, metadata.query_start_loc, metadata.seq_lens, self.scale,
-                    metadata.causal, None, self.window, metadata.block_table, self.soft_cap, metadata.scheduler_metadata,
-                    None, metadata.dynamic_causal, layer._k_scale_float, layer._v_scale_float, self.cache_type)
+        self.attend(query, self.key_cache, self.value_cache, out, metadata.query_start_loc, metadata.seq_lens,
+                    self.scale, metadata.causal, None, self.window, metadata.block_table, self.soft_cap,
+                    metadata.scheduler_metadata, None, metadata.dynamic_causal, layer._k_scale_float,
+                    layer._v_scale_float, self.cache_type)
 
     def bind(self, cache: Tensor) -> None:
         """Views of a cache [blocks, heads, block, 2 * size], as `CPUAttentionBackendImpl.forward` makes them."""

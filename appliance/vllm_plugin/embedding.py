@@ -69,7 +69,7 @@ class Int4TableMethod(Int4Weights, QuantizeMethodBase):  # type: ignore[misc]  #
         packed: Packed = layer.int4
         shape = packed.shape
         flat = x.reshape(-1, shape.k)
-        if packed.kernel.name == native.NAME:
+        if packed.blocked:
             out = native.linear(flat, packed.tensors(layer)[0], shape, wide=True)
         else:
             out = torch.empty((flat.shape[0], shape.n), dtype=torch.float32)

@@ -39,6 +39,8 @@ class Packed:
     kernel: Kernel
     shape: LayerShape
     names: tuple[str, ...]
+    blocked: bool
+    """The native operator takes the one tensor at every number of rows: no Python in between, nothing to choose."""
 
     def tensors(self, layer: Module) -> list[Tensor]:
         return [getattr(layer, name) for name in self.names]
@@ -141,7 +143,7 @@ def take_prepared(layer: Module, prepared: Mapped, prefix: str, shape: LayerShap
     if weight is None:
         return False
     layer.register_parameter(BLOCKED, Parameter(weight, requires_grad=False))
-    layer.int4 = Packed(kernel=choice.kernel, shape=shape, names=(BLOCKED,))
+    layer.int4 = packed_by(choice.kernel, shape, (BLOCKED,))
     return True
 
 
@@ -159,7 +161,12 @@ def pack_layer(layer: Module, fields: Int4Config, group: int, kind: str, bits: i
         delattr(layer, name)
     for name, tensor in tensors.items():
         layer.register_parameter(f"int4_{name}", Parameter(tensor, requires_grad=False))
-    layer.int4 = Packed(kernel=choice.kernel, shape=shape, names=tuple(f"int4_{name}" for name in tensors))
+    layer.int4 = packed_by(choice.kernel, shape, tuple(f"int4_{name}" for name in tensors))
+
+
+def packed_by(kernel: Kernel, shape: LayerShape, names: tuple[str, ...]) -> Packed:
+    """What the layer knows of itself, its kernel's fixed facts worked out."""
+    return Packed(kernel=kernel, shape=shape, names=names, blocked=kernel.name == native.NAME and not torch_host().amx)
 
 
 def threshold(fields: Int4Config) -> int:
@@ -172,7 +179,7 @@ def multiply(layer: Module, x: Tensor, bias: Tensor | None, fields: Int4Config, 
     packed: Packed = layer.int4
     shape = packed.shape
     flat = x if x.dim() == 2 else x.reshape(-1, shape.k)
-    if fields.use_custom_op and packed.kernel.name == native.NAME and not torch_host().amx:
+    if fields.use_custom_op and packed.blocked:
         out = native.linear(flat, getattr(layer, packed.names[0]), shape, native.NO_BIAS if bias is None else bias,
                             wide=wide)
         return out if x.dim() == 2 else out.view(*x.shape[:-1], shape.n)

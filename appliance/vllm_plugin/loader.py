@@ -39,7 +39,7 @@ class MappedLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not typ
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Module:
         """Load as vLLM does, then fuse the decoder layers where that is possible."""
-        from appliance.vllm_plugin.decoder import fuse
+        from appliance.vllm_plugin.fusion import fuse
 
         model: Module = super().load_model(vllm_config, model_config, prefix)
         fuse(model, vllm_config)

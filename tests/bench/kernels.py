@@ -5,8 +5,8 @@
 
 For every shape (channels x columns, @8: 8 bits) and number of threads, in a process of its own, kernels and yardsticks take turns:
 
-- 1 row: GB/s of the packed weight, against this machine's read bandwidth measured in the same process's turn
-  (bandwidth.cpp). The call goes round over copies that together exceed the caches: a model's weights come from memory.
+- 1 row: GB/s of the packed weight, against this machine's read bandwidth before and after (bandwidth.cpp), from huge
+  pages and from small ones. The call goes round over copies that together exceed the caches: a model's weights come from memory.
 - 8 and 16 rows: time against 1 row.
 - 512 rows: GFLOP/s against torch's fp32 and bf16 GEMM on dequantized weights. Not for vocabulary heads: they see one
   row a prompt.
@@ -38,6 +38,7 @@ COLD_BYTES = 1 << 30
 """Copies of one weight take at most this; beyond any last-level cache of an edge node."""
 LEAST_S = 0.05
 """Shortest time of one sample."""
+PAGES = ("huge", "small")
 SLOW_KERNELS = ("portable",)
 """The fallback is not measured unless asked for: it has no fast route."""
 
@@ -105,7 +106,7 @@ def child(shape: str, threads: int, repeat: int, names: Sequence[str], group: in
         return lambda _: timed(lambda _: void(torch.nn.functional.linear(x, dense)))
 
     with torch.inference_mode():
-        reads = machine.bandwidth(threads, repeat)
+        reads = {pages: [machine.bandwidth(threads, repeat, pages)] for pages in PAGES}
         for m in (1, 8, 16) if head else (1, 8, 16, 512):
             measures = {name: call(name, m) for name in usable}
             if m == 512:
@@ -121,15 +122,17 @@ def child(shape: str, threads: int, repeat: int, names: Sequence[str], group: in
                 if m == 1:
                     speed = machine.Samples(values=tuple(entry["weight_bytes"] / s / 1e9 for s in seconds.values))
                     entry["1 row GB/s"] = speed.to_dict()
-        again = machine.bandwidth(threads, repeat)
-    if reads and again:
-        result["read bandwidth GB/s"] = machine.Samples(values=reads.values + again.values).to_dict()
+        for pages, found_reads in reads.items():
+            found_reads.append(machine.bandwidth(threads, repeat, pages))
+    result["read bandwidth GB/s"] = {
+        pages: machine.Samples(values=tuple(v for samples in both if samples for v in samples.values)).to_dict()
+        for pages, both in reads.items() if all(both)}
     for name in usable:
         entry = result["kernels"][name]
         one = entry["1 rows us"]["median"]
         entry["8 rows / 1 row"], entry["16 rows / 1 row"] = (entry[f"{m} rows us"]["median"] / one for m in (8, 16))
-        if reads:
-            entry["share of bandwidth"] = entry["1 row GB/s"]["median"] / result["read bandwidth GB/s"]["median"]
+        entry["share of bandwidth"] = {pages: entry["1 row GB/s"]["median"] / read["median"]
+                                       for pages, read in result["read bandwidth GB/s"].items()}
         entry["error"] = {str(m): errors(usable[name], prepared[name][0], weight, layer, m, rows) for m in (1, 8)}
     return result
 
@@ -196,13 +199,13 @@ def main() -> None:
 
 def print_one(one: dict[str, Any]) -> None:
     """One shape as lines."""
-    reads = one.get("read bandwidth GB/s", {}).get("median")
-    print(f"{one['shape']}, {one['threads']} threads, memory {reads and round(reads, 1)} GB/s, idle before {one['idle_before']}")
+    reads = ", ".join(f"{read['median']:.1f} GB/s ({pages} pages)" for pages, read in one["read bandwidth GB/s"].items())
+    print(f"{one['shape']}, {one['threads']} threads, memory {reads or 'not measured'}, idle before {one['idle_before']}")
     for name, entry in one["kernels"].items():
         words = []
         if "1 row GB/s" in entry:
-            share = entry.get("share of bandwidth")
-            words += [f"1 row {entry['1 row GB/s']['median']:.1f} GB/s ({share and round(share, 2)})",
+            shares = "/".join(f"{share:.2f}" for share in entry["share of bandwidth"].values())
+            words += [f"1 row {entry['1 row GB/s']['median']:.1f} GB/s ({shares or '-'})",
                       f"8 rows x{entry['8 rows / 1 row']:.2f}", f"16 rows x{entry['16 rows / 1 row']:.2f}"]
         if "512 rows GFLOP/s" in entry:
             words.append(f"512 rows {entry['512 rows GFLOP/s']['median']:.0f} GFLOP/s "

@@ -80,8 +80,8 @@ def wait_quiet(limit_s: float = 10.0) -> float:
             return round(share, 3)
 
 
-def bandwidth(threads: int, repeats: int = 3) -> Samples | None:
-    """GB/s of one sequential read with this many threads; None without a C++ compiler."""
+def bandwidth(threads: int, repeats: int, pages: str) -> Samples | None:
+    """GB/s of a sequential read with this many threads from `huge` or `small` pages; None without a C++ compiler."""
     compiler = shutil.which("g++")
     if compiler is None:
         return None
@@ -89,7 +89,7 @@ def bandwidth(threads: int, repeats: int = 3) -> Samples | None:
         BANDWIDTH.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run([compiler, "-O3", "-march=native", "-fopenmp", str(BANDWIDTH_SOURCE), "-o", str(BANDWIDTH)],
                        check=True)
-    done = subprocess.run([str(BANDWIDTH), str(threads), str(BANDWIDTH_MIB), str(repeats + 1)], check=True,
+    done = subprocess.run([str(BANDWIDTH), str(threads), str(BANDWIDTH_MIB), str(repeats + 1), pages], check=True,
                           capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
     return Samples(values=tuple(map(float, done.stdout.split()))[1:])
 

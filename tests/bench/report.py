@@ -34,7 +34,7 @@ def serving_tables(result: dict[str, Any]) -> str:
     names = list(result["starts"])
     pairs = [name for name in names if name != OURS]
     title = f"### {result['model']}, {result['isa']}, {result['threads']} threads"
-    speeds = {metric: found for metric, found in result["speeds"].items() if OURS in found}
+    speeds = {metric: found for metric, found in result["speeds"].items() if metric.endswith("tok/s")}
     rows = [[metric, *(cell(found[name]) for name in names), *(cell(found[f"ours / {name}"], 2) for name in pairs)]
             for metric, found in speeds.items()]
     warnings = [f"**Not valid**, {name}: {reason}." for name, reason in result["speeds"]["suspicious"].items()]
@@ -63,8 +63,8 @@ def kernel_tables(result: dict[str, Any]) -> str:
         label = [one["shape"], str(one["threads"])]
         for name, entry in one["kernels"].items():
             if "1 row GB/s" in entry:
-                speed.append([*label, name, cell(entry["1 row GB/s"]), cell(one.get("read bandwidth GB/s")),
-                              f"{entry['share of bandwidth']:.2f}" if "share of bandwidth" in entry else "-",
+                speed.append([*label, name, cell(entry["1 row GB/s"]), cell(one.get("read bandwidth GB/s", {}).get("huge")),
+                              " / ".join(f"{share:.2f}" for share in entry.get("share of bandwidth", {}).values()) or "-",
                               f"{entry['8 rows / 1 row']:.2f}", f"{entry['16 rows / 1 row']:.2f}"])
             if "512 rows GFLOP/s" in entry:
                 many.append([*label, name, cell(entry["512 rows GFLOP/s"], 0), cell(entry["512 rows / torch fp32"], 2)])
@@ -75,7 +75,7 @@ def kernel_tables(result: dict[str, Any]) -> str:
                               f"{found['bf16 out'] / found['bf16 rounding alone']:.3f}"])
     return "\n\n".join((
         f"### kernels, {result['isa']}",
-        table(["N x K", "threads", "kernel", "1 row, GB/s", "memory, GB/s", "share", "8 rows / 1", "16 rows / 1"], speed),
+        table(["N x K", "threads", "kernel", "1 row, GB/s", "memory, GB/s", "share: huge / small pages", "8 rows / 1", "16 rows / 1"], speed),
         table(["N x K", "threads", "kernel", "512 rows, GFLOP/s", "/ torch fp32"], many),
         table(["N x K", "threads", "kernel", "error, fp32 out", "error, bf16 out", "bf16 rounding alone", "ratio"], error)))
 
@@ -88,7 +88,7 @@ def serving_plot(result: dict[str, Any], file: Path) -> None:
     from matplotlib import pyplot
 
     names = list(result["starts"])
-    speeds = {metric: found for metric, found in result["speeds"].items() if OURS in found}
+    speeds = {metric: found for metric, found in result["speeds"].items() if metric.endswith("tok/s")}
     figure, axes = pyplot.subplots(1, len(speeds), figsize=(2.1 * len(speeds), 3.2))
     for axis, (metric, found) in zip(axes, speeds.items(), strict=True):
         medians = [found[name]["median"] for name in names]
@@ -127,7 +127,7 @@ def kernel_plot(result: dict[str, Any], file: Path) -> None:
             axis.bar([x + number * width for x in range(len(used))], values, width, label=name, color=COLOURS[number % 4])
         if key == "1 row GB/s":
             for x, one in enumerate(used):
-                if reads := one.get("read bandwidth GB/s"):
+                if reads := one.get("read bandwidth GB/s", {}).get("huge"):
                     axis.hlines(reads["median"], x - width / 2, x + 0.8 - width / 2, colors="black", linewidth=1.2,
                                 label="memory read" if x == 0 else None)
         axis.set_xticks([x + 0.4 - width / 2 for x in range(len(used))], [one["shape"] for one in used], rotation=30,

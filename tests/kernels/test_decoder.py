@@ -32,8 +32,8 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False},
 }
-LIMIT = 0.05
-"""Of each single token. The attention is bf16 in a model whose heads are sharp."""
+LIMIT = 0.03
+"""Mean |difference| of log-probabilities; these random models are several times as sensitive as trained ones."""
 
 
 def tensors_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def tensors_of(config: Mapping[str, Any]) -> dict[str, Any]:
         if config["model_type"] == "qwen3":
             wanted |= {f"{prefix}.{p}_norm.weight": [config["head_dim"]] for p in "qk"}
     return {
-        name: (torch.randn(shape, generator=make) * 0.2 + (name.endswith("norm.weight"))).to(torch.bfloat16)
+        name: (torch.randn(shape, generator=make) * 0.15 + (name.endswith("norm.weight"))).to(torch.bfloat16)
         for name, shape in wanted.items()
     }
 
@@ -75,9 +75,9 @@ def test_agrees_with_transformers(folders: Path, name: str) -> None:
     result = served(name, folders / name)
     assert result["fused"]
     assert result["head_type"] == "None", "the head gets fp32 hidden states as they are"
-    for way in ("alone", "together"):
+    for way, limit in (("alone", LIMIT), ("together", LIMIT), ("mixed", 2 * LIMIT)):  # vLLM's own layers round to bf16
         for part, difference in result[way].items():
-            assert difference < LIMIT, f"{way}, {part}: {difference}"
+            assert difference < limit, f"{way}, {part}: {difference}"
 
 
 def test_a_changed_layer_is_refused_by_name(folders: Path) -> None:

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from appliance.kernels.dequantize import linear_bf16  # noqa: E402  # after the guard for the agent's environment
 from appliance.kernels.reference import Portable  # noqa: E402
-from appliance.kernels.registry import LayerShape, kernels  # noqa: E402
+from appliance.kernels.registry import LayerShape, kernels, torch_host  # noqa: E402
 
 pytestmark = [
     pytest.mark.worker,
@@ -38,7 +38,7 @@ def test_wide_results_are_the_narrow_ones_before_rounding(rows: int) -> None:
         wide, narrow = (int4_linear(x, tensors, kernel.name, shape.n, shape.k, shape.group, 2, w) for w in (True, False))
         assert (wide.dtype, narrow.dtype) == (torch.float32, torch.bfloat16)
         assert torch.equal(wide.bfloat16(), narrow)
-        if rows > 1:
+        if rows > 1 and (kernel.name == "native" or torch_host().gemm == torch.float32):
             assert not torch.equal(wide, narrow.float()), "the many-row route keeps what bf16 would round away"
 
 
