@@ -88,11 +88,11 @@ def open_library(file: Path, env: Mapping[str, str]) -> Loaded:
 def _register_fakes() -> None:
     """Shapes of the operators' results, for torch.compile."""
 
-    @torch.library.register_fake("cpu_int4::linear")  # type: ignore[untyped-decorator]  # torch is not typed here
+    @torch.library.register_fake("cpu_int4::linear")
     def linear(x, weight, bias, n, k, group, bits, wide):  # type: ignore[no-untyped-def]  # the schema has the types
         return x.new_empty((x.shape[0], n), dtype=torch.float32 if wide else torch.bfloat16)
 
-    @torch.library.register_fake("cpu_int4::rows")  # type: ignore[untyped-decorator]
+    @torch.library.register_fake("cpu_int4::rows")
     def rows(ids, weight, n, k, group, bits, wide):  # type: ignore[no-untyped-def]
         return ids.new_empty((ids.shape[0], k), dtype=torch.float32 if wide else torch.bfloat16)
 

@@ -48,13 +48,12 @@ class Bench:
         self.args, self.home = args, home
         self.files: dict[str, Path] = {} if args.no_peers else {q: models.peer_file(args.model, q) for q in args.peer}
         self.names = [OURS, *self.files]
-        self.kv_tokens = 0
         self.ports = {name: args.port + number for number, name in enumerate(self.names)}
 
     def start(self, name: str) -> Server:
         if name == OURS:
             return Ours(self.home, self.args.model, self.ports[name])
-        return Llama(self.files[name], self.args.isa, self.args.threads, self.kv_tokens, self.ports[name],
+        return Llama(self.files[name], self.args.isa, self.args.threads, self.ports[name],
                      self.home / f"llama-{name}.log")
 
     def prepare(self) -> dict[str, Any]:
@@ -87,8 +86,6 @@ def starts(bench: Bench, running: dict[str, Server]) -> dict[str, Any]:
             seconds = server.wait_ready()
             if number == 0:
                 result[name]["cold start s"] = round(seconds, 2)
-                if isinstance(server, Ours):
-                    bench.kv_tokens = kv_bytes(bench.plan()) // models.kv_bytes_per_token(bench.args.model)
             else:
                 warm[name].append(seconds)
             result[name]["memory at ready"] = services.memory(server.pids()).to_dict()
@@ -200,11 +197,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                                       name: round(file.stat().st_size / 1e6, 1) for name, file in bench.files.items()}}
         result |= bench.prepare()
         result["starts"] = starts(bench, running)
-        result["key/value tokens"] = bench.kv_tokens
         print(json.dumps(result["starts"], indent=1), flush=True)
         result["speeds"] = speeds(running, args.repeat, args.answer)
-        plan = bench.plan()
-        result["memory"] = {name: memory_after(server, kv_bytes(plan)) for name, server in running.items()}
+        plan, peer_kv = bench.plan(), services.KV_TOKENS * models.kv_bytes_per_token(args.model)
+        result["memory"] = {name: memory_after(server, kv_bytes(plan) if name == OURS else peer_kv)
+                            for name, server in running.items()}
         result["planned MiB"] = {phase: sum(i["bytes"] for i in plan["memory"] if phase in i["phases"]) // MIB
                                  for phase in ("load", "compile", "warm-up", "serve")}
         result["kernels"] = {choice["name"]: choice["value"] for choice in plan["choices"]}

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 PROMPTS = (3, 30, 300)
-"""Tokens of the prompts: few rows, many, and more than one parallel region's."""
+"""Tokens of the prompts: few rows, many, more than one parallel region and more than one chunk of prefill."""
 GENERATED = 9
 
 
@@ -27,7 +27,7 @@ def main() -> None:
                    "GLOO_SOCKET_IFNAME": "lo"}
     from vllm import LLM, SamplingParams
 
-    llm = LLM(sys.argv[1], load_format="cpu_int4", enforce_eager=True, dtype="bfloat16", max_model_len=400, max_num_seqs=4,
+    llm = LLM(sys.argv[1], load_format="cpu_int4", enforce_eager=True, dtype="bfloat16", max_model_len=400, max_num_seqs=4, max_num_batched_tokens=280,
               skip_tokenizer_init=True, kv_cache_memory_bytes=32 << 20)
     prompts = [[(7 * i * i + 3 * n) % 77 + 3 for i in range(n)] for n in PROMPTS]
     sampling = SamplingParams(max_tokens=GENERATED, temperature=0, logprobs=0, prompt_logprobs=0, detokenize=False, ignore_eos=True)

@@ -10,6 +10,7 @@ struct Scalar {
   struct F { float v[16]; };
   static I splat(int32_t x) { I r; for (auto& e : r.v) e = x; return r; }
   static F splat_f(float x) { F r; for (auto& e : r.v) e = x; return r; }
+  static I hold(I a) { return a; }
   static I zero() { return splat(0); }
   static F zero_f() { return splat_f(0); }
   static I load(const void* p) { I r; __builtin_memcpy(r.v, p, 64); return r; }

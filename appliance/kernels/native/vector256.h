@@ -11,6 +11,10 @@ struct Vector256 {
   static constexpr int kLanes = 8, kRows = 4, kManyRows = 4, kManyBlocks = 1;
   using I = __m256i;
   using F = __m256;
+  static I hold(I a) {
+    __asm__("" : "+x"(a));
+    return a;
+  }
   static I zero() { return _mm256_setzero_si256(); }
   static F zero_f() { return _mm256_setzero_ps(); }
   static I splat(int32_t x) { return _mm256_set1_epi32(x); }

@@ -11,6 +11,10 @@ struct Vector512 {
   static constexpr int kLanes = 16, kRows = 8, kManyRows = 12, kManyBlocks = 2;
   using I = __m512i;
   using F = __m512;
+  static I hold(I a) {
+    __asm__("" : "+v"(a));
+    return a;
+  }
   static I zero() { return _mm512_setzero_si512(); }
   static F zero_f() { return _mm512_setzero_ps(); }
   static I splat(int32_t x) { return _mm512_set1_epi32(x); }
