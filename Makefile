@@ -4,6 +4,7 @@ PORT ?= 8000
 AGENT := .venv
 WORKER := .venv-worker
 TESTLIB := build/testlib
+NATIVE := appliance/kernels/libint4.so
 RESULTS := build/bench/results
 BENCH_ISAS ?= native avx2
 export APPLIANCE_HOME ?= $(CURDIR)/.run
@@ -15,7 +16,7 @@ export PROMPT
 help:           ## This list.
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
-run: $(AGENT)/.model $(WORKER)/.installed  ## Install, fetch the default model, probe, quantize, serve on 127.0.0.1:$(PORT).
+run: $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Install, fetch the default model, probe, quantize, serve on 127.0.0.1:$(PORT).
 	exec $(AGENT)/bin/applianctl serve --port $(PORT)
 
 status: $(AGENT)/.installed  ## State of the running service.
@@ -29,14 +30,14 @@ test: lint test-fast test-worker test-served  ## All tests that need no systemd 
 test-fast: $(AGENT)/.test  ## Tests of the agent: no torch, no vLLM.
 	$(AGENT)/bin/python -m pytest tests/unit tests/process
 
-test-worker: $(WORKER)/.installed $(TESTLIB)/.installed $(AGENT)/.model  ## Tests of kernels, plugin and quantization, with torch.
+test-worker: $(WORKER)/.installed $(NATIVE) $(TESTLIB)/.installed $(AGENT)/.model  ## Tests of kernels, plugin and quantization, with torch.
 	PYTHONPATH=$(TESTLIB) APPLIANCE_SMOLLM2_GGUF=$$($(AGENT)/bin/python packaging/embedded_path.py) \
 	  $(WORKER)/bin/python -m pytest tests/kernels tests/quantize
 
-test-served: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed  ## Tests against real vLLM (two starts).
+test-served: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Tests against real vLLM (two starts).
 	$(AGENT)/bin/python -m pytest tests/served -m "not heavy"
 
-test-fields: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed  ## Each config field off its default on a warm cache (many vLLM starts).
+test-fields: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Each config field off its default on a warm cache (many vLLM starts).
 	$(AGENT)/bin/python -m pytest tests/served -m heavy
 
 bench: bench-memory bench-kernels bench-serving bench-report  ## All measurements, against llama.cpp too: docs/benchmarks.md (hours).
@@ -79,11 +80,11 @@ clean:          ## Remove environments, build products and the local service fol
 
 $(AGENT)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(AGENT)
-	$(AGENT)/bin/pip install -q -e .
+	APPLIANCE_NATIVE=0 $(AGENT)/bin/pip install -q -e .
 	@touch $@
 
 $(AGENT)/.test: $(AGENT)/.installed
-	$(AGENT)/bin/pip install -q -e '.[test]'
+	APPLIANCE_NATIVE=0 $(AGENT)/bin/pip install -q -e '.[test]'
 	@touch $@
 
 $(AGENT)/.model: $(AGENT)/.installed packaging/model.lock
@@ -93,6 +94,11 @@ $(AGENT)/.model: $(AGENT)/.installed packaging/model.lock
 $(WORKER)/.installed: packaging/worker.lock packaging/install-worker pyproject.toml
 	packaging/install-worker $(PYTHON) $(WORKER)
 	@touch $@
+
+# The kernels again after a change of their sources. Without a C++ compiler nothing is built and torch's kernels serve.
+$(NATIVE): setup.py $(wildcard appliance/kernels/native/*) | $(WORKER)/.installed
+	$(WORKER)/bin/pip install -q --no-deps --no-build-isolation -e .
+	@touch -c $@
 
 # Test tools for the worker's Python stay outside its environment, which is exactly what nodes get.
 $(TESTLIB)/.installed: $(WORKER)/.installed

@@ -236,3 +236,12 @@ def to_json(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [to_json(v) for v in value]
     return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelTrial:
+    """What the worker's self-test found at its last start: the native variant in use (None: none works here), and each
+    one that was left out, with what happened."""
+
+    variant: str | None
+    left_out: tuple[str, ...]

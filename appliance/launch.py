@@ -38,7 +38,8 @@ PLANNED_FLAGS = (
     "--model", "--served-model-name", "--host", "--port", "--uds", "--dtype", "--max-model-len", "--max-num-seqs",
     "--max-num-batched-tokens", "--max-num-queued-reqs", "--kv-cache-memory-bytes", "--block-size", "--hf-overrides",
     "--model-loader-extra-config", "--shutdown-timeout", "--enforce-eager", "--ssl-certfile", "--ssl-keyfile",
-    "--load-format", "--compilation-config", "--optimization-level", "--tensor-parallel-size", "--data-parallel-size",
+    "--load-format", "--api-server-count", "--mm-tensor-ipc",
+    "--compilation-config", "--optimization-level", "--tensor-parallel-size", "--data-parallel-size",
     "--pipeline-parallel-size", "--quantization", "--api-key", "--config",
 )
 """What the plan or a setting decides; `worker.extra_args` may not say it again."""
@@ -58,6 +59,10 @@ FORBIDDEN_ENV: Mapping[str, str] = {
     "WATCHDOG_USEC": "only the agent talks to systemd",
     "WATCHDOG_PID": "only the agent talks to systemd",
 }
+
+
+TRIAL_FILE = "kernels.json"
+"""In the cache of this CPU and these versions: what the worker's self-test found at its last start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +98,8 @@ class Dials:
     capability: str
     compiler: str | None
     drain_s: float
+    variant: str = ""
+    """The native kernel's instruction set, forced; empty: the worker's self-test chooses."""
 
 
 def argv(dials: Dials, places: Places, settings: Settings) -> tuple[str, ...]:
@@ -135,7 +142,9 @@ def env(dials: Dials, places: Places, settings: Settings) -> dict[str, str]:
         "CXX": (dials.compiler or "") if dials.compile else "",
         "VLLM_LOGGING_LEVEL": "INFO",  # the phases of a start are read from the log
         "APPLIANCE_WORKER_CPUS": ",".join(map(str, dials.cpus or ())),
-        "APPLIANCE_PREPARED": places.prepared,
+        "APPLIANCE_PREPARED": places.prepared if dials.kernel == "native" else "",
+        "APPLIANCE_PLANNED_KERNEL": dials.kernel,
+        "APPLIANCE_KERNEL_TRIAL": f"{places.cache}/{TRIAL_FILE}",
         "ATEN_CPU_CAPABILITY": dials.capability,
         "OMP_NUM_THREADS": str(dials.threads),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -171,6 +180,8 @@ def env(dials: Dials, places: Places, settings: Settings) -> dict[str, str]:
     # The operator may lower torch's dispatch level (a workaround), never raise it above the rung's.
     wanted = own["ATEN_CPU_CAPABILITY"]
     own["ATEN_CPU_CAPABILITY"] = min((wanted, dials.capability), key=_level)
+    if dials.variant:
+        own["APPLIANCE_KERNEL"] = dials.variant
     return {name: value for name, value in own.items() if value != ""}
 
 

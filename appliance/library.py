@@ -1,9 +1,8 @@
 """The library: models by name, from a source to an object of the store, and which one is in use.
 
 Does: resolve a source, add it (digest, converting child, commit), prepare it for the kernels, remember the model in
-use. Does not: print,
-quantize itself, or plan. Rules: what is stored already is never made again; a bad source fails before a child starts;
-however adding ends, no child and no draft is left.
+use. Does not: print, quantize itself, or plan. Rules: what is stored already is never made again; a bad source fails
+before a child starts; however adding ends, no child and no draft is left.
 """
 
 from __future__ import annotations

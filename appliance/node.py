@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ from pathlib import Path
 from appliance import status
 from appliance.directories import Directories
 from appliance.errors import ConfigError, NotReachable
-from appliance.facts import HostFacts, ModelFacts
+from appliance.facts import HostFacts, KernelTrial, ModelFacts
 from appliance.jobs import worker_contract
-from appliance.launch import MAX_SOCKET_DIRECTORY, Places
+from appliance.launch import MAX_SOCKET_DIRECTORY, TRIAL_FILE, Places
 from appliance.library import active_name
 from appliance.plan import Plan, make_plan
 from appliance.probe.host import read_host
@@ -54,7 +55,8 @@ def read_node(parsed: Parsed, directories: Directories, worker_python: str, *, e
     where = places(directories, model_path=stored.path, fingerprint=host.fingerprint,
                    prepared=store.prepared(stored.digest))
     host = _without_own_worker(host, directories)
-    plan = make_plan(host, model, parsed.settings, where, kernels=tuple(contract["kernels"]))
+    plan = make_plan(host, model, parsed.settings, where, kernels=tuple(contract["kernels"]),
+                     trial=read_trial(Path(where.cache) / TRIAL_FILE))
     return Node(host=host, model=model, plan=plan, places=where, versions=versions)
 
 
@@ -67,6 +69,15 @@ def places(directories: Directories, *, model_path: Path, fingerprint: str, prep
         sockets = f"/tmp/appliance-{os.geteuid()}-{mark}"
     return Places(model=str(model_path), cache=str(cache), tmp=str(cache / "tmp"), sockets=sockets,
                   prepared=str(prepared or ""))
+
+
+def read_trial(file: Path) -> KernelTrial | None:
+    """What the worker's self-test wrote at its last start for this CPU and these versions; None before the first."""
+    try:
+        found = json.loads(file.read_text())
+        return KernelTrial(variant=found["variant"], left_out=tuple(found["left_out"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def refuse_early(parsed: Parsed, directories: Directories, worker_python: str, *, env: Mapping[str, str]) -> None:

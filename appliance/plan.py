@@ -17,9 +17,9 @@ from typing import Any
 
 from appliance import budget, launch
 from appliance.budget import MIN_CONTEXT, MemoryItem, Shape, show
-from appliance.facts import HostFacts, ModelFacts
+from appliance.facts import HostFacts, KernelTrial, ModelFacts
 from appliance.launch import Dials, Places
-from appliance.quantize.format import parse_config
+from appliance.quantize.format import NATIVE_VARIANTS, parse_config
 from appliance.refusal import Refusal, early_refusal, ranges
 from appliance.settings import Settings
 from appliance.threads import choose_threads
@@ -31,7 +31,11 @@ SAFE_DEQUANT_THRESHOLD = 2
 PLAIN_DECODERS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Architectures made of RMSNorm and plain linears only. Native operators run their layers whole, and the residual
 stream may stay fp32, there and in a compiled graph."""
+DECODER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""One of them kept in bf16, and the layers run one operator at a time."""
 LOWER_CAPABILITY = {"avx512": "avx2", "avx2": "default"}
+LOWER_VARIANT = {"avx2": "avx2", "default": "scalar"}
+"""The native kernel's instruction set on a lowered rung; else its self-test chooses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +88,11 @@ def make_plan(
     places: Places,
     *,
     kernels: tuple[str, ...] = ("native", "aten"),
+    trial: KernelTrial | None = None,
 ) -> Plan:
     """Plan one worker for `model` on `host`. Never raises for a misfit: `Plan.refused` then says what would fit.
 
-    `kernels`: what the worker's contract offers.
+    `kernels`: what the worker's contract offers. `trial`: what its self-test found at its last start.
     """
     if refusal := early_refusal(host, settings, kernels=kernels):
         return _refused(host, model, refusal, ())
@@ -98,11 +103,12 @@ def make_plan(
     if threads.cpus is not None:
         choices.append(Choice(name="cpus", value=ranges(threads.cpus), evidence=threads.evidence,
                               reason="the worker is confined to the chosen cores"))
-    kernel = _kernel(settings, kernels)
-    choices += _kernel_choices(kernel, tier, model, kernels)
+    kernel = _kernel(settings, kernels, trial)
+    choices += _kernel_choices(kernel, tier, model, settings, trial)
     running = settings.max_running or _default_running(threads.count)
     choices.append(_running_choice(running, threads.count, settings))
-    fused = kernel == "native" and model.architecture in PLAIN_DECODERS and settings.compile is not True
+    fused = (kernel == "native" and model.architecture in PLAIN_DECODERS and settings.compile is not True
+             and not any(layer.name.removesuffix(".weight").rpartition(".")[2] in DECODER_LINEARS for layer in model.kept))
     can_compile, compile_reason, compile_evidence = _compile(host, settings, fused=fused)
     ceiling, ceiling_source = _ceiling(host, settings)
     usable = _usable(host, ceiling, settings)
@@ -129,6 +135,7 @@ def make_plan(
         queued=shape.running + settings.max_queued, batch_tokens=shape.batch_tokens,
         kv_bytes=budget.kv_bytes(model, shape.kv_tokens, BLOCK), block=BLOCK, compile=shape.compile,
         capability=launch.ATEN_CAPABILITY[tier], compiler=host.software.compiler, drain_s=settings.drain_s,
+        variant=settings.kernel if settings.kernel in NATIVE_VARIANTS else "",
     )
     rungs = tuple(_rung(name, changed, dials, places, settings) for name, changed in _ladder(dials, model, shape))
     phase, peak = budget.peak(lines)
@@ -160,16 +167,27 @@ def _running_choice(running: int, threads: int, settings: Settings) -> Choice:
                   reason="one read of the weights serves all of them; more would each be too slow on these threads")
 
 
-def _kernel(settings: Settings, kernels: tuple[str, ...]) -> str:
-    """The operator's kernel, else native where the worker has it; `early_refusal` has refused what is missing."""
+def _kernel(settings: Settings, kernels: tuple[str, ...], trial: KernelTrial | None) -> str:
+    """The operator's kernel, else native where the worker has it and a variant passed; `early_refusal` has refused what
+    is missing."""
+    if settings.kernel in NATIVE_VARIANTS:
+        return "native"
     if settings.kernel != "auto":
         return settings.kernel
-    return "native" if "native" in kernels else "aten"
+    failed = trial is not None and trial.variant is None
+    return "native" if "native" in kernels and not failed else "aten"
 
 
-def _kernel_choices(kernel: str, tier: str, model: ModelFacts, kernels: tuple[str, ...]) -> Iterator[Choice]:
-    why = "set by the operator" if len(kernels) > 1 and kernel != kernels[0] else ""
+def _kernel_choices(
+    kernel: str, tier: str, model: ModelFacts, settings: Settings, trial: KernelTrial | None
+) -> Iterator[Choice]:
+    why = "set by the operator" if settings.kernel != "auto" else ""
+    left_out = "; ".join(trial.left_out) if trial else ""
+    forced = settings.kernel if settings.kernel in NATIVE_VARIANTS else ""
     if kernel == "native":
+        yield Choice(name="kernel variant", value=forced or (trial and trial.variant) or "the CPU's best",
+                     reason=f"left out: {left_out}" if left_out else "each start tries it against the reference first",
+                     evidence="self-test at the last start" if trial else "not started yet")
         amx = "; from 64 rows on the library GEMM in bf16, which AMX makes faster" if tier == "amx" else ""
         yield Choice(name="kernel, one row", value="native", evidence="worker contract",
                      reason=why or "int16 activations, exact sums, weights read once and mapped from the store")
@@ -178,7 +196,8 @@ def _kernel_choices(kernel: str, tier: str, model: ModelFacts, kernels: tuple[st
     else:
         many = "bf16" if tier in ("avx512_bf16", "amx") else "fp32"
         yield Choice(name="kernel, one row", value="aten", evidence="worker contract",
-                     reason=why or "torch's int4 kernel; the only int4 kernel this worker has")
+                     reason=why or (f"torch's int4 kernel; left out: {left_out}" if left_out else
+                                    "torch's int4 kernel; the only int4 kernel this worker has"))
         yield Choice(name="kernel, many rows", value=f"dequantize to {many} and library GEMM",
                      reason="more than one row in torch's int4 kernel is unsafe before attention (SIGILL on AMX hosts)"
                      + ("" if many == "bf16" else "; bf16 GEMM is several times slower than fp32 on this tier"),
@@ -325,7 +344,7 @@ def _ladder(dials: Dials, model: ModelFacts, shape: Shape) -> Iterator[tuple[str
     yield "small-batch", {**changes, "batch_tokens": max(128, running), "running": running, "queued": queued}
     lower = LOWER_CAPABILITY.get(dials.capability)
     if lower:
-        yield "lower-isa", {"capability": lower, "compile": False}
+        yield "lower-isa", {"capability": lower, "compile": False, "variant": LOWER_VARIANT[lower]}
 
 
 def _rung(name: str, changes: Mapping[str, Any], dials: Dials, places: Places, settings: Settings) -> Rung:

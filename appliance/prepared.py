@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from appliance.quantize.format import group_refusal
+
 SCHEMA = 1
 LAYOUT_ID = "int4-b16-1"
 """Blocks of 16 channels. Raise the number with any change of the bytes: older folders then go by themselves."""
@@ -84,8 +86,8 @@ def layout_refusal(k: int, group: int, bits: int) -> str | None:
     """Why the layout cannot hold a weight of these columns, or None."""
     if bits not in (4, 8):
         return f"codes of {bits} bits"
-    if group <= 0 or group % 32:
-        return f"group size {group} is not a multiple of 32"
+    if reason := group_refusal(group):
+        return reason
     if k % group:
         return f"{k} columns are not whole groups of {group}"
     return None

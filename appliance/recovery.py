@@ -92,6 +92,10 @@ def classify(evidence: Evidence) -> Fault:
         return Fault(name="unsupported-isa", error=CpuNotSupported, what=died,
                      why="illegal instruction (signal 4): code for a CPU this is not",
                      do="report it with `applianctl probe --json`")
+    if signal == SIGBUS:
+        return Fault(name="unreadable-weights", error=StoreError, what=died,
+                     why="signal 7: a mapped file of weights could not be read",
+                     do="check the disk; run `applianctl model verify`")
     if signal:
         return Fault(name="crash", error=TransientError, what=died,
                      why=f"signal {signal}", do="start again; see the worker's log")

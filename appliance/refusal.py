@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from appliance import launch
 from appliance.errors import ApplianceError, by_exit_code
 from appliance.facts import HostFacts
-from appliance.quantize.format import KERNELS
+from appliance.quantize.format import KERNELS, NATIVE_VARIANTS
 from appliance.settings import Settings
 
 
@@ -56,7 +56,8 @@ def _settings_refusal(settings: Settings, host: HostFacts, kernels: tuple[str, .
     if settings.dtype == "float32":
         return Refusal(exit_code=78, what="dtype float32 is refused", why="the int4 kernel has no vector path for it",
                        do="remove dtype from the settings")
-    if settings.kernel not in ("auto", *offered):
+    kernel = "native" if settings.kernel in NATIVE_VARIANTS else settings.kernel
+    if kernel not in ("auto", *offered):
         return Refusal(exit_code=78, what=f"kernel {settings.kernel} is not available",
                        why=f"the installed worker offers {', '.join(offered)}", do="set kernel to auto")
     if settings.listen.host not in ("127.0.0.1", "::1", "localhost"):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from appliance.errors import ConfigError
+from appliance.quantize.format import KERNELS, NATIVE_VARIANTS
 
 DEFAULT_MODEL = "smollm2"
 DEPTH = 2
@@ -325,7 +326,7 @@ KEYS: Mapping[str, Reader] = {
     "context": _whole(16, 100_000_000),
     "max_running": _whole(1, 4096),
     "max_queued": _whole(0, 1_000_000),
-    "kernel": _choice("auto", "native", "aten"),
+    "kernel": _choice(*KERNELS, *NATIVE_VARIANTS),
     "dtype": _choice("bfloat16", "float16", "float32", "auto"),
     "compile": _switch,
     "worker.python": _text,

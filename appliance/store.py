@@ -103,7 +103,7 @@ class Store:
 
     def names(self) -> dict[str, str]:
         """Name -> digest, sorted by name. A name whose object is gone is listed too: `get` says so."""
-        with disk.mapped("cannot read the store", self.root):
+        with self._reading():
             if not self._names.is_dir():
                 return {}
             paths = [p for p in sorted(self._names.iterdir()) if name_refusal(p.name) is None and p.is_file()]
@@ -111,7 +111,7 @@ class Store:
 
     def digests(self) -> list[str]:
         """All objects, named or not."""
-        with disk.mapped("cannot read the store", self.root):
+        with self._reading():
             return sorted(p.name for p in self._objects.iterdir()) if self._objects.is_dir() else []
 
     def has(self, digest: str) -> bool:

@@ -16,9 +16,12 @@ from pathlib import Path
 
 import torch
 
+from appliance.quantize.format import KERNELS
+
 ABI = 1
 FILE = Path(__file__).with_name("libint4.so")
 VARIANT_ENV = "APPLIANCE_KERNEL"
+"""Names a variant to force. The agent's setting of the same name may also say auto, native or aten: no variant."""
 REFUSED_ENV = "APPLIANCE_KERNEL_REFUSED"
 """Why the self-test at the worker's start left the whole library out; set by it, read by `load`."""
 
@@ -74,7 +77,7 @@ def open_library(file: Path, env: Mapping[str, str]) -> Loaded:
         names.append(name.decode())
     runs = tuple(name for i, name in enumerate(names) if handle.int4_variant_runs(i))
     wanted = env.get(VARIANT_ENV)
-    if wanted and wanted not in runs:
+    if wanted not in KERNELS and wanted and wanted not in runs:
         known = "this machine cannot run it" if wanted in names else f"known are {', '.join(names)}"
         return Loaded(library=None, refusal=f"{VARIANT_ENV}={wanted}: {known}")
     reason = handle.int4_register_torch()

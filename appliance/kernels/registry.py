@@ -103,11 +103,13 @@ def kernel_named(name: str) -> Kernel:
 
 
 def choose(layer: LayerShape, host: TorchHost, available: Sequence[Kernel], wanted: str = "auto") -> Choice:
-    """The first kernel that takes the layer; a `wanted` kernel is asked first."""
+    """The first kernel that takes the layer, from the `wanted` one on: what stands before it may be what it is to be
+    served without."""
     refused: dict[str, str] = {}
-    if wanted != "auto" and all(kernel.name != wanted for kernel in available):
+    names = [kernel.name for kernel in available]
+    if wanted != "auto" and wanted not in names:
         refused[wanted] = "this build has no such kernel"
-    for kernel in sorted(available, key=lambda kernel: kernel.name != wanted):
+    for kernel in available[names.index(wanted) if wanted in names else 0 :]:
         reason = kernel.why_not(layer, host)
         if reason is None:
             return Choice(kernel=kernel, refused=refused)

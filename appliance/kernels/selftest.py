@@ -5,8 +5,8 @@ its routes, the portable one. Exit status 0 when all agree, 1 when one differs o
 child of its own, so that one which dies by a signal is an answer too.
 
 `check_at_start` is the worker's: the preferred native variant on a subset; one that fails is left out, with a line that
-says so, and the next one is tried. Rules: a variant that failed is never used; a worker with no kernel left but the
-portable one still serves.
+says so, and the next one is tried; torch's kernel is tried when none is left. Rules: a native variant that failed is
+never used; a worker whose native and torch's kernel both fail does not start.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import functools
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
@@ -29,6 +31,7 @@ from appliance.kernels import reference
 from appliance.kernels.host import TorchHost
 from appliance.kernels.library import FILE, REFUSED_ENV, VARIANT_ENV, open_library
 from appliance.kernels.registry import TABLE, Kernel, LayerShape, kernels, torch_host
+from appliance.quantize.format import KERNELS
 
 SHAPES = ((16, 64), (48, 192), (80, 576), (144, 256), (576, 512))
 """N, K: whole blocks, blocks and a tail, an odd number of groups."""
@@ -40,6 +43,10 @@ FLOOR_DB = 44.0
 NATIVE_FLOOR_DB = 74.0
 """fp32 results with int16 activations leave about 92 dB."""
 THRESHOLD = 2
+PLANNED_ENV = "APPLIANCE_PLANNED_KERNEL"
+"""The plan's kernel: with `aten` the native one is neither tried nor used."""
+TRIAL_ENV = "APPLIANCE_KERNEL_TRIAL"
+"""Where `check_at_start` writes what it found, for the agent's plans."""
 DEADLINE_S = 120.0
 CRASHED = 3
 
@@ -81,17 +88,15 @@ def _native_variants() -> Iterator[Variant]:
         yield Variant(name="native", ok=False, reason=loaded.refusal or "")
         return
     for name in loaded.library.variants:
-        if died := in_child(functools.partial(_try, name), DEADLINE_S):
-            yield Variant(name=f"native {name}", ok=False, reason=died)
+        # A process of its own: one that dies by a signal is an answer, and a fork would miss this one's OpenMP threads.
+        done = subprocess.run([sys.executable, "-m", __spec__.name, "--variant", name, "--json"], env=env, text=True,
+                              capture_output=True, timeout=DEADLINE_S, check=False)
+        if done.returncode < 0:
+            yield Variant(name=f"native {name}", ok=False, reason=f"died by {signal.Signals(-done.returncode).name}")
+        elif not done.stdout:
+            yield Variant(name=f"native {name}", ok=False, reason=done.stderr.strip().splitlines()[-1])
         else:
-            yield from _native_results(name, quick=False)
-    loaded.library.use(os.environ.get(VARIANT_ENV) or loaded.library.variants[0])
-
-
-def _try(variant: str) -> int:
-    """Run a native variant for its signals alone."""
-    _native_results(variant, quick=True)
-    return 0
+            yield from (Variant(**found) for found in json.loads(done.stdout)["variants"])
 
 
 def _native_results(variant: str, *, quick: bool) -> list[Variant]:
@@ -163,10 +168,15 @@ def check_at_start(env: MutableMapping[str, str] | None = None) -> None:
     if host.int4_refusal:
         raise ConfigError("the worker's torch does not fit", why=host.int4_refusal,
                           do="install the worker again from its lock file")
-    variant, failures = choose_variant(env)
+    if env.get(PLANNED_ENV) == "aten":
+        variant, failures = None, ["native: the plan serves without it"]
+    else:
+        variant, failures = choose_variant(env)
+        if record := env.get(TRIAL_ENV):
+            Path(record).write_text(json.dumps({"variant": variant, "left_out": failures}))
     if variant is None:
         env[REFUSED_ENV] = "; ".join(failures)
-        died = in_child(lambda: main(["--torch"], quiet=True), DEADLINE_S)
+        died = in_child(lambda: main(["--torch"], quiet=True))
         if died:
             raise CpuNotSupported("the int4 kernels cannot run here", why=f"under {host.capability}: {died}",
                                   do="run `python -m appliance.kernels.selftest` with the worker's Python; "
@@ -186,16 +196,17 @@ def choose_variant(env: MutableMapping[str, str]) -> tuple[str | None, list[str]
     if loaded.library is None:
         return None, [f"native: {loaded.refusal}"]
     forced = env.get(VARIANT_ENV)
+    forced = None if forced in KERNELS else forced
     failures: list[str] = []
     for name in (forced,) if forced else loaded.library.variants:
-        died = in_child(functools.partial(_judge, name), DEADLINE_S)
+        died = in_child(functools.partial(_judge, name))
         if died is None:
             return name, failures
         failures.append(f"native {name}: {died}")
     return None, failures
 
 
-def in_child(check: Callable[[], int], deadline_s: float) -> str | None:
+def in_child(check: Callable[[], int]) -> str | None:
     """Run `check` in a forked child: None when it returns 0, else what happened.
 
     Raises DoesNotFit when the child was killed, TransientError when it broke off or did not end."""
@@ -210,7 +221,7 @@ def in_child(check: Callable[[], int], deadline_s: float) -> str | None:
         finally:
             sys.stdout.flush()
             os._exit(status)
-    status = _wait(child, deadline=time.monotonic() + deadline_s)
+    status = _wait(child, deadline=time.monotonic() + DEADLINE_S)
     if os.WIFSIGNALED(status):
         if os.WTERMSIG(status) == signal.SIGKILL:
             raise DoesNotFit("the int4 self-test was killed", why="most likely memory ran out",
@@ -237,11 +248,15 @@ def _wait(child: int, *, deadline: float) -> int:
 def main(argv: list[str], *, quiet: bool = False) -> int:
     parser = argparse.ArgumentParser(prog="appliance.kernels.selftest", description="Check the int4 kernels.")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    parser.add_argument("--torch", action="store_true", help="only torch's own kernel")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--torch", action="store_true", help="only torch's own kernel")
+    which.add_argument("--variant", help="only this instruction set of the native kernel, in this process")
     arguments = parser.parse_args(argv)
     host = torch_host()
-    available = tuple(kernel for kernel in kernels() if not arguments.torch or kernel.name == "aten")
-    variants = list(run(host, available))
+    if arguments.variant:
+        variants = _native_results(arguments.variant, quick=False)
+    else:
+        variants = list(run(host, tuple(k for k in kernels() if not arguments.torch or k.name == "aten")))
     ok = all(variant.ok for variant in variants)
     if arguments.json:
         print(json.dumps({"ok": ok, "torch": host.torch_version, "capability": host.capability,

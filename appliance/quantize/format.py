@@ -24,6 +24,8 @@ QUANT_METHOD = "cpu_int4"
 FORMAT_VERSION = 1
 GROUP_SIZES = (32, 64, 128, 256)
 KERNELS = ("auto", "native", "aten")
+NATIVE_VARIANTS = ("scalar", "avx2", "avx-vnni", "avx512", "avx512-vnni")
+"""Instruction sets of the native kernel; the self-test chooses one, the setting `kernel` may force one."""
 PACKED, SCALE, ZERO = "weight_packed", "weight_scale", "weight_zero"
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Modules that vLLM computes as one, and the parts that a checkpoint stores."""

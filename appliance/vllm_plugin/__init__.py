@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Register the `cpu_int4` quantization with vLLM."""
+    """Register the quantization and the load format `cpu_int4` with vLLM."""
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 
     from appliance.quantize.format import QUANT_METHOD

@@ -3,9 +3,9 @@
 Logits are fp32. In bf16 a logit of 16 to 32 has a step of 0.125, which turns near ties into exact ones: the largest
 single error of the whole model (docs/fidelity.md).
 
-A tied table is packed once: the head's parameters are the embedding's. Rows are gathered from the packed layout through
-the measured pattern, so no row-major copy is kept beside it. The head obeys the same rule as every linear layer: more
-than one row is dequantized. The rows that pad the vocabulary are zero.
+A tied table is packed once: the head's parameters are the embedding's. Rows are gathered from the packed layout
+(torch's through the measured pattern), so no row-major copy is kept beside it. The head obeys the same rule as every
+linear layer: more than one row never reaches torch's one-row kernel. The rows that pad the vocabulary are zero.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from appliance.kernels import native
 from appliance.kernels.dequantize import linear_bf16
 from appliance.kernels.registry import TABLE
 from appliance.quantize.format import PACKED, SCALE, ZERO, Int4Config
-from appliance.vllm_plugin import ops
 from appliance.vllm_plugin.linear import Int4Weights, Packed, pack_layer, threshold
 from appliance.vllm_plugin.mapped import Mapped
 
@@ -83,11 +82,11 @@ class Int4TableMethod(Int4Weights, QuantizeMethodBase):  # type: ignore[misc]  #
         ids = input_.reshape(-1)
         if packed.kernel.name == native.NAME and self.fields.use_custom_op:
             rows = native.rows(ids, packed.tensors(layer)[0], shape, wide=False)
-        elif not self.fields.use_custom_op and torch.compiler.is_compiling():
-            rows = packed.kernel.rows(ids, packed.tensors(layer), shape).to(torch.bfloat16)
+        elif self.fields.use_custom_op:
+            rows = torch.ops.vllm.cpu_int4_rows(ids, packed.tensors(layer), packed.kernel.name, shape.n, shape.k,
+                                                shape.group, shape.bits)
         else:
-            call = torch.ops.vllm.cpu_int4_rows if self.fields.use_custom_op else ops.int4_rows
-            rows = call(ids, packed.tensors(layer), packed.kernel.name, shape.n, shape.k, shape.group)
+            rows = packed.kernel.rows(ids, packed.tensors(layer), shape).to(torch.bfloat16)
         return rows.view(*input_.shape, shape.k)
 
 

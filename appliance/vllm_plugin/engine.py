@@ -23,6 +23,7 @@ from multiprocessing import util
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
@@ -77,8 +78,11 @@ class EngineContext:
         return getattr(self._otherwise, name)
 
 
-def fork_engine() -> EngineProcess:
-    """Fork the process that will be the engine. Call it once, after the imports and before anything else."""
+def fork_engine() -> EngineProcess | None:
+    """Fork the process that will be the engine. Call it once, after the imports and before anything else. None when this
+    process has threads already, which a fork would not carry over: vLLM then spawns its engine."""
+    if len(list(Path("/proc/self/task").iterdir())) > 1:
+        return None
     theirs, ours = multiprocessing.Pipe(duplex=False)
     # Objects made so far are left alone by the collector in both processes: touching them would copy their pages.
     gc.collect()
@@ -99,6 +103,7 @@ def _wait(calls: Connection, parents_end: Connection, parent: int) -> None:
     except EOFError:
         return
     calls.close()
+    gc.enable()  # forked while the imports kept it off
     name, target, kwargs, env = call
     multiprocessing.current_process().name = name  # vLLM's log lines carry it
     # Only what differs: replacing the whole environment moves it, and the process could not be given a title.

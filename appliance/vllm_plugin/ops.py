@@ -15,9 +15,9 @@ from appliance.kernels.registry import LayerShape, kernel_named
 
 
 @functools.cache
-def _shape(n: int, k: int, group: int) -> LayerShape:
+def _shape(n: int, k: int, group: int, bits: int = 4) -> LayerShape:
     """Cached: this runs for every layer of every token."""
-    return LayerShape(n=n, k=k, group=group)
+    return LayerShape(n=n, k=k, group=group, bits=bits)
 
 
 def int4_linear(
@@ -39,12 +39,12 @@ def _linear_meta(
     return x.new_empty((x.shape[0], n), dtype=torch.float32 if wide else torch.bfloat16)
 
 
-def int4_rows(ids: Tensor, tensors: list[Tensor], kernel: str, n: int, k: int, group: int) -> Tensor:
+def int4_rows(ids: Tensor, tensors: list[Tensor], kernel: str, n: int, k: int, group: int, bits: int) -> Tensor:
     """Rows `ids` (int64 [T]) of an int4 table: bf16 [T, K]."""
-    return kernel_named(kernel).rows(ids, tensors, _shape(n, k, group)).to(torch.bfloat16)
+    return kernel_named(kernel).rows(ids, tensors, _shape(n, k, group, bits)).to(torch.bfloat16)
 
 
-def _rows_meta(ids: Tensor, tensors: list[Tensor], kernel: str, n: int, k: int, group: int) -> Tensor:
+def _rows_meta(ids: Tensor, tensors: list[Tensor], kernel: str, n: int, k: int, group: int, bits: int) -> Tensor:
     return ids.new_empty((ids.shape[0], k), dtype=torch.bfloat16)
 
 

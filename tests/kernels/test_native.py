@@ -188,13 +188,25 @@ def test_rows_of_the_table_are_exact(library: Library, variant: str, bits: int) 
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"k": 128}, "wants fp32 or bf16"), ({"n": 64}, "not of this shape"), ({"group": 32}, "not of this shape"),
+    ({"k": 128}, "not of its layer"), ({"n": 64}, "not of its layer"), ({"group": 32}, "not of its layer"),
+    ({"group": 0}, "no kernel takes"), ({"group": 96}, "no kernel takes"), ({"bits": 5}, "no kernel takes"),
 ])
 def test_a_wrong_shape_is_an_error_and_no_crash(library: Library, change: dict[str, int], message: str) -> None:
     _, packed, layer = weight(48, 192, 64)
-    shape = LayerShape(**{"n": layer.n, "k": layer.k, "group": layer.group, **change})
+    shape = LayerShape(**{"n": layer.n, "k": layer.k, "group": layer.group, **change})  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=message):
         native.linear(torch.randn(2, 192), packed, shape, wide=True)
+    with pytest.raises(RuntimeError, match=message):
+        native.rows(torch.tensor([0]), packed, shape, wide=True)
+    with pytest.raises(RuntimeError, match="wants fp32 or bf16"):
+        native.linear(torch.randn(2, 128), packed, layer, wide=True)
+
+
+@pytest.mark.parametrize("bias", [torch.zeros(47).bfloat16(), torch.zeros(48)])
+def test_a_wrong_bias_is_an_error(library: Library, bias: Tensor) -> None:
+    _, packed, layer = weight(48, 192, 64)
+    with pytest.raises(RuntimeError, match="not bf16 of its layer's width"):
+        native.linear(torch.randn(2, 192), packed, layer, bias, wide=True)
 
 
 def test_the_registry_prefers_it_and_says_why_not() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ torch = pytest.importorskip("torch")
 from appliance.errors import ConfigError  # noqa: E402  # after the guard for the agent's environment
 from appliance.kernels import NAMES, reference, selftest  # noqa: E402
 from appliance.kernels.host import MM_OP, PACK_OP, gemm_dtype, int4_refusal, read_torch_host  # noqa: E402
+from appliance.kernels.library import load  # noqa: E402
 from appliance.kernels.registry import LayerShape, choose, kernel_named, kernels, torch_host  # noqa: E402
 
 pytestmark = pytest.mark.worker
@@ -70,15 +73,17 @@ def test_the_installed_torch_is_not_refused() -> None:
 def test_a_refused_layer_says_why_and_goes_to_the_next(shape: tuple[int, int, int], reason: str) -> None:
     n, k, group = shape
     choice = choose(LayerShape(n=n, k=k, group=group), torch_host(), kernels())
-    assert choice.kernel.name == "portable"
-    assert reason in choice.refused["aten"]
+    assert choice.kernel.name == ("portable" if k % group or group == 48 else "native")
+    aten = choose(LayerShape(n=n, k=k, group=group), torch_host(), kernels(), "aten")
+    assert reason in aten.refused["aten"]
 
 
 def test_the_wanted_kernel_is_asked_first() -> None:
     shape = LayerShape(n=64, k=64, group=32)
-    assert choose(shape, torch_host(), kernels()).kernel.name == "aten"
+    assert choose(shape, torch_host(), kernels()).kernel.name == "native"
     assert choose(shape, torch_host(), kernels(), "portable").kernel.name == "portable"
-    choice = choose(shape, torch_host(), kernels(), "native")
+    assert choose(shape, torch_host(), kernels(), "aten").kernel.name == "aten"
+    choice = choose(shape, torch_host(), kernels()[1:], "native")
     assert (choice.kernel.name, choice.refused) == ("aten", {"native": "this build has no such kernel"})
 
 
@@ -86,7 +91,7 @@ def test_an_unknown_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from appliance.kernels import aten
 
     monkeypatch.setattr(aten, "layout_of", lambda n: None)
-    choice = choose(LayerShape(n=64, k=64, group=32), torch_host(), kernels())
+    choice = choose(LayerShape(n=64, k=64, group=32), torch_host(), kernels(), "aten")
     assert choice.kernel.name == "portable"
     assert "the packed layout of 64 channels" in choice.refused["aten"]
 
@@ -113,8 +118,32 @@ def start_check(before: str = "") -> subprocess.CompletedProcess[str]:
 def test_a_kernel_that_is_wrong_ends_the_start() -> None:
     done = start_check("real = reference.linear\nreference.linear = lambda x, portable: real(x, portable) * 1.01")
     assert done.returncode == 1
-    assert "CpuNotSupported: the int4 kernels give wrong results here" in done.stderr
-    assert "aten direct, 2 rows: FAILED" in done.stdout
+    assert "CpuNotSupported: the int4 kernels cannot run here" in done.stderr
+    assert "native avx2, 4 bits, 2 rows: FAILED" in done.stdout or "native scalar, 4 bits, 2 rows: FAILED" in done.stdout
+    assert "aten direct, 4 bits, 2 rows: FAILED" in done.stdout
+
+
+def test_a_native_variant_that_is_wrong_or_dies_is_left_out(tmp_path: Path) -> None:
+    """The next one is used, the log and the agent's record say so."""
+    best, second, third = load().library.variants[:3]  # type: ignore[union-attr]
+    before = f"""
+import os
+os.environ[selftest.TRIAL_ENV] = {str(tmp_path / "kernels.json")!r}
+real = selftest._native_results
+def results(variant, *, quick):
+    if variant == {best!r}:
+        os.kill(os.getpid(), 4)
+    if variant == {second!r}:
+        return [selftest.Variant(name="native " + variant, ok=False, worst_db=3.0, shapes=1)]
+    return real(variant, quick=quick)
+selftest._native_results = results"""
+    done = start_check(before)
+    assert done.returncode == 0, done.stderr
+    assert f"int4 kernel left out: native {best}: died by SIGILL" in done.stdout
+    assert f"int4 kernel left out: native {second}: wrong results" in done.stdout
+    assert f"agree with the reference (native, {third}" in done.stdout
+    assert json.loads((tmp_path / "kernels.json").read_text()) == {
+        "variant": third, "left_out": [f"native {best}: died by SIGILL", f"native {second}: wrong results"]}
 
 
 def test_the_start_prints_one_line() -> None:
@@ -125,7 +154,7 @@ def test_the_start_prints_one_line() -> None:
 
 
 def test_a_check_that_hangs_is_ended() -> None:
-    done = start_check("import time\nselftest.DEADLINE_S = 0.2\nselftest.run = lambda *_: time.sleep(60)")
+    done = start_check("import time\nselftest.DEADLINE_S = 0.2\nselftest._native_results = lambda *_, **__: time.sleep(60)")
     assert "TransientError: the int4 self-test did not end" in done.stderr
 
 

@@ -3,7 +3,6 @@
 //
 // One parallel region for each kRowsChunk rows, barriers inside; scratch is bounded by those rows. Work that has one
 // cost for every piece is divided beforehand, multiplications are handed out. Any number of threads gives the same bits.
-#include <stdexcept>
 #include "linear.h"
 #include "torch_ops.h"
 
@@ -11,7 +10,7 @@ namespace int4 {
 namespace {
 
 constexpr int64_t kGateColumns = 512;
-enum : int { kRowsSlot = kDecoderSlot, kNarrowSlot, kActiveSlot, kProductSlot, kNormSlot, kTileSlot };
+enum : int { kRowsSlot = kDecoderSlot, kNarrowSlot, kActiveSlot, kProductSlot, kNormSlot };
 
 // This member's share of `count` equal pieces. A single piece is the first member's, which is awake already.
 struct Share {
@@ -19,24 +18,6 @@ struct Share {
   Share(const Member& me, int64_t count) : from(bound(me, count, me.id)), to(bound(me, count, me.id + 1)) {}
   static int64_t bound(const Member& me, int64_t count, int id) { return (count * id + me.count - 1) / me.count; }
 };
-
-void check(bool fits, const char* what) {
-  if (!fits) throw std::runtime_error(what);
-}
-
-Weight weight_of(const Tensor& blob, int64_t n, int64_t k, int64_t group) {
-  const Weight w{blob.data<uint8_t>(), n, k, (int32_t)group, 4};
-  check(group > 0 && k % group == 0 && blob.dtype() == torch().u8 && blob.size(0) == w.blocks() * w.block_bytes(),
-        "cpu_int4: a weight is not of its layer's shape");
-  return w;
-}
-
-const uint16_t* bf16_or_null(const Tensor& t, int64_t count) {
-  if (t.empty_tensor()) return nullptr;
-  check(t.dtype() == torch().bf16 && t.dims() == 1 && t.size(0) == count && t.stride(0) == 1,
-        "cpu_int4: a norm's weight or a bias is not bf16 of its layer's width");
-  return t.data<uint16_t>();
-}
 
 void check_rows(const Tensor& t, int32_t dtype, int64_t rows, int64_t columns) {
   check(t.dtype() == dtype && t.dims() == 2 && t.size(0) == rows && t.size(1) == columns &&
@@ -90,6 +71,7 @@ void finish_heads(const Member& me, const Heads& h, const int64_t* positions, fl
 void norm_qkv_op(Slot64* stack, uint64_t, uint64_t) {
   Tensor hidden(stack[0]), residual(stack[1]), norm(stack[2]), blob(stack[4]), bias(stack[6]), q_norm(stack[7]),
       k_norm(stack[8]), positions(stack[10]), cos_sin(stack[11]), qkv(stack[14]);
+  check(residual.dims() == 2 && qkv.dims() == 2 && cos_sin.dims() == 2, "cpu_int4::norm_qkv: a tensor has not two dimensions");
   const int64_t m = residual.size(0), k = residual.size(1), n = qkv.size(1);
   Heads heads{(int64_t)stack[12], (int64_t)stack[13], 0, cos_sin.size(1), cos_sin.size(0), cos_sin.data<float>(), {}, {}};
   check(heads.query > 0 && heads.key > 0 && n % heads.all() == 0, "cpu_int4::norm_qkv: the heads do not divide the channels");
@@ -107,7 +89,7 @@ void norm_qkv_op(Slot64* stack, uint64_t, uint64_t) {
         "cpu_int4::norm_qkv: positions or rotary columns do not fit");
   const int64_t* at = positions.data<int64_t>();
   for (int64_t r = 0; r < m; r++) check(at[r] >= 0 && at[r] < heads.positions, "cpu_int4::norm_qkv: a position is too large");
-  const Weight w = weight_of(blob, n, k, (int64_t)stack[5]);
+  const Weight w = weight_of(blob, n, k, (int64_t)stack[5], 4);
   const Norm before{bf16_or_null(norm, k), (float)slot_double(stack[3])};
   check(before.weight, "cpu_int4::norm_qkv wants a norm");
   const uint16_t* added = bf16_or_null(bias, n);
@@ -177,12 +159,13 @@ void out_mlp_rows(const Mlp& l, const uint16_t* attention, float* residual, int6
 void out_mlp_op(Slot64* stack, uint64_t, uint64_t) {
   Tensor attention(stack[0]), residual(stack[1]), out(stack[2]), norm(stack[4]), gate_up(stack[6]), down(stack[8]),
       hidden(stack[11]);
+  check(residual.dims() == 2 && attention.dims() == 2, "cpu_int4::out_mlp: a tensor has not two dimensions");
   const int64_t m = residual.size(0), k = residual.size(1), inner = (int64_t)stack[10];
   check_rows(residual, torch().f32, m, k);
   check_rows(hidden, torch().f32, m, k);
   check_rows(attention, torch().bf16, m, attention.size(1));
-  const Mlp layer{weight_of(out, k, attention.size(1), (int64_t)stack[3]),
-                  weight_of(gate_up, 2 * inner, k, (int64_t)stack[7]), weight_of(down, k, inner, (int64_t)stack[9]),
+  const Mlp layer{weight_of(out, k, attention.size(1), (int64_t)stack[3], 4),
+                  weight_of(gate_up, 2 * inner, k, (int64_t)stack[7], 4), weight_of(down, k, inner, (int64_t)stack[9], 4),
                   {bf16_or_null(norm, k), (float)slot_double(stack[5])}};
   check(layer.norm.weight, "cpu_int4::out_mlp wants a norm");
   for (int64_t from = 0; from < m; from += kRowsChunk)
@@ -193,6 +176,7 @@ void out_mlp_op(Slot64* stack, uint64_t, uint64_t) {
 // norm(Tensor hidden, Tensor(a!) residual, Tensor norm, float eps) -> Tensor
 void norm_op(Slot64* stack, uint64_t, uint64_t) {
   Tensor hidden(stack[0]), residual(stack[1]), weight(stack[2]);
+  check(residual.dims() == 2, "cpu_int4::norm: the residual has not two dimensions");
   const int64_t m = residual.size(0), k = residual.size(1);
   const float epsilon = (float)slot_double(stack[3]);
   check_rows(residual, torch().f32, m, k);

@@ -36,7 +36,7 @@ uint32_t read_features() {
 }
 
 const Variant* choose() {
-  const uint32_t found = read_features();
+  const uint32_t found = features();
   const char* wanted = getenv("APPLIANCE_KERNEL");
   if (wanted && *wanted)
     for (const Variant* v : kVariants)

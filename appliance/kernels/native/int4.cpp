@@ -23,8 +23,6 @@ const char* int4_variant(void) { return variant().name; }
 
 int32_t int4_use(const char* name) { return use_variant(name); }
 
-int32_t int4_threads(void) { return Team::available(); }
-
 void int4_linear(const uint8_t* w, int64_t n, int64_t k, int32_t group, int32_t bits, const void* x, int32_t x_type,
                  int64_t x_stride, int64_t m, void* y, int32_t y_type, int64_t y_stride, const uint16_t* bias) {
   linear({w, n, k, group, bits}, {const_cast<void*>(x), (Type)x_type, x_stride}, m, {y, (Type)y_type, y_stride}, bias);

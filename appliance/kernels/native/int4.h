@@ -21,9 +21,6 @@ INT4_API int32_t int4_variant_runs(int32_t index);
 INT4_API const char *int4_variant(void);
 INT4_API int32_t int4_use(const char *name);
 
-/* Threads that the process's OpenMP runtime would give; 1 without a runtime. */
-INT4_API int32_t int4_threads(void);
-
 /* y[m, n] = x[m, k] * w^T (+ bias[n] bf16, may be null). */
 INT4_API void int4_linear(const uint8_t *w, int64_t n, int64_t k, int32_t group, int32_t bits, const void *x,
                           int32_t x_type, int64_t x_stride, int64_t m, void *y, int32_t y_type, int64_t y_stride,

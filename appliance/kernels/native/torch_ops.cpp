@@ -1,4 +1,4 @@
-// Operators cpu_int4::linear and cpu_int4::rows, without Python in the call.
+// Registration of all operators, and those of single weights: cpu_int4::linear, rows, columns.
 #include "torch_ops.h"
 #include <dlfcn.h>
 #include <stdexcept>
@@ -21,13 +21,11 @@ void gather(const Tensor& x, T* out) {
 // linear(Tensor x, Tensor weight, Tensor bias, int n, int k, int group, int bits, bool wide) -> Tensor
 void linear_op(Slot64* stack, uint64_t, uint64_t) {
   Tensor x(stack[0]), weight(stack[1]), bias(stack[2]);
-  const Weight w{weight.data<uint8_t>(), (int64_t)stack[3], (int64_t)stack[4], (int32_t)stack[5], (int32_t)stack[6]};
+  const Weight w = weight_of(weight, (int64_t)stack[3], (int64_t)stack[4], (int64_t)stack[5], (int64_t)stack[6]);
   const bool wide = (stack[7] & 0xff) != 0;
   const bool f32 = x.dtype() == torch().f32;
-  if (x.dims() != 2 || x.size(1) != w.k || (!f32 && x.dtype() != torch().bf16))
-    throw std::runtime_error("cpu_int4::linear wants fp32 or bf16 [M, K]");
-  if (weight.size(0) != w.blocks() * w.block_bytes() || weight.dtype() != torch().u8)
-    throw std::runtime_error("cpu_int4::linear: the weight is not of this shape");
+  check(x.dims() == 2 && x.size(1) == w.k && (f32 || x.dtype() == torch().bf16), "cpu_int4::linear wants fp32 or bf16 [M, K]");
+  const uint16_t* added = bf16_or_null(bias, w.n);
   const int64_t m = x.size(0);
   Matrix source{x.data<void>(), f32 ? kF32 : kBF16, x.stride(0)};
   if (m > 0 && x.stride(1) != 1) {
@@ -36,31 +34,29 @@ void linear_op(Slot64* stack, uint64_t, uint64_t) {
     else gather(x, (uint16_t*)source.data);
   }
   Tensor y = Tensor::empty(m, w.n, wide ? torch().f32 : torch().bf16);
-  linear(w, source, m, {y.data<void>(), wide ? kF32 : kBF16, w.n}, bias.empty_tensor() ? nullptr : bias.data<uint16_t>());
+  linear(w, source, m, {y.data<void>(), wide ? kF32 : kBF16, w.n}, added);
   stack[0] = y.release();
 }
 
 // rows(Tensor ids, Tensor weight, int n, int k, int group, int bits, bool wide) -> Tensor
 void rows_op(Slot64* stack, uint64_t, uint64_t) {
   Tensor ids(stack[0]), weight(stack[1]);
-  const int64_t n = (int64_t)stack[2], k = (int64_t)stack[3];
+  const Weight w = weight_of(weight, (int64_t)stack[2], (int64_t)stack[3], (int64_t)stack[4], (int64_t)stack[5]);
   const bool wide = (stack[6] & 0xff) != 0;
-  if (ids.dims() != 1 || ids.dtype() != torch().i64 || (ids.size(0) > 1 && ids.stride(0) != 1))
-    throw std::runtime_error("cpu_int4::rows wants contiguous int64 ids [T]");
-  Tensor out = Tensor::empty(ids.size(0), k, wide ? torch().f32 : torch().bf16);
-  int4_rows(weight.data<uint8_t>(), n, k, (int32_t)stack[4], (int32_t)stack[5], ids.data<int64_t>(), ids.size(0),
-            out.data<void>(), wide ? kF32 : kBF16);
+  check(ids.dims() == 1 && ids.dtype() == torch().i64 && (ids.size(0) <= 1 || ids.stride(0) == 1),
+        "cpu_int4::rows wants contiguous int64 ids [T]");
+  Tensor out = Tensor::empty(ids.size(0), w.k, wide ? torch().f32 : torch().bf16);
+  int4_rows(w.data, w.n, w.k, w.group, w.bits, ids.data<int64_t>(), ids.size(0), out.data<void>(), wide ? kF32 : kBF16);
   stack[0] = out.release();
 }
 
 // columns(Tensor weight, int n, int k, int group, int bits, int first, int blocks, bool wide) -> Tensor
 void columns_op(Slot64* stack, uint64_t, uint64_t) {
   Tensor weight(stack[0]);
-  const Weight w{weight.data<uint8_t>(), (int64_t)stack[1], (int64_t)stack[2], (int32_t)stack[3], (int32_t)stack[4]};
+  const Weight w = weight_of(weight, (int64_t)stack[1], (int64_t)stack[2], (int64_t)stack[3], (int64_t)stack[4]);
   const int64_t first = (int64_t)stack[5], blocks = (int64_t)stack[6];
   const Type type = (stack[7] & 0xff) ? kF32 : kBF16;
-  if (weight.size(0) != w.blocks() * w.block_bytes() || first < 0 || blocks < 0 || first + blocks > w.blocks())
-    throw std::runtime_error("cpu_int4::columns: the weight has no such blocks");
+  check(first >= 0 && blocks >= 0 && first + blocks <= w.blocks(), "cpu_int4::columns: the weight has no such blocks");
   Tensor out = Tensor::empty(w.k, blocks * kBlock, type == kF32 ? torch().f32 : torch().bf16);
   auto body = [&](const Member& me) {
     for (int64_t b; (b = me.team.next(0)) < blocks;)
@@ -111,6 +107,7 @@ const char* add(void* define, void* implement, const OpEntry& op) {
 const char* register_all() {
   void* t = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_NOW);
   if (!t) return "libtorch_cpu.so is not loaded in this process";
+  variant();  // decided now, by one thread
   if (!find_all(t, functions)) return "this torch lacks functions of the C interface (torch 2.13 has them)";
   void *define, *implement;  // live as long as the process
   if (functions.library_def("cpu_int4", __FILE__, __LINE__, &define) ||
@@ -126,6 +123,27 @@ const char* register_all() {
 } // namespace
 
 const Torch& torch() { return functions; }
+
+void check(bool fits, const char* what) {
+  if (!fits) throw std::runtime_error(what);
+}
+
+Weight weight_of(const Tensor& blob, int64_t n, int64_t k, int64_t group, int64_t bits) {
+  check((bits == 4 || bits == 8) && (group == 32 || group == 64 || group == 128 || group == 256) && n >= 0 && k > 0 &&
+            k % group == 0,
+        "cpu_int4: no kernel takes a weight of this shape");
+  const Weight w{blob.data<uint8_t>(), n, k, (int32_t)group, (int32_t)bits};
+  check(blob.dims() == 1 && blob.dtype() == torch().u8 && blob.size(0) == w.blocks() * w.block_bytes(),
+        "cpu_int4: a weight is not of its layer's shape");
+  return w;
+}
+
+const uint16_t* bf16_or_null(const Tensor& t, int64_t count) {
+  if (t.empty_tensor()) return nullptr;
+  check(t.dtype() == torch().bf16 && t.dims() == 1 && t.size(0) == count && (count <= 1 || t.stride(0) == 1),
+        "cpu_int4: a norm's weight or a bias is not bf16 of its layer's width");
+  return t.data<uint16_t>();
+}
 
 Tensor::Tensor(Slot64 handle) : handle_(reinterpret_cast<void*>(handle)) { read(); }
 

@@ -3,6 +3,7 @@
 // double's or a bool's bits; it leaves its results in the same slots.
 #pragma once
 #include <stdint.h>
+#include "variant.h"
 
 namespace int4 {
 
@@ -52,13 +53,22 @@ class Tensor {
   int32_t dtype_;
 };
 
+// Throws std::runtime_error, which becomes RuntimeError in Python.
+void check(bool fits, const char* what);
+
+// The weight in `blob`, after checking that it is of this shape and that kernels take the shape.
+Weight weight_of(const Tensor& blob, int64_t n, int64_t k, int64_t group, int64_t bits);
+
+// A bf16 vector of `count`, or null for the empty tensor that stands for none.
+const uint16_t* bf16_or_null(const Tensor& t, int64_t count);
+
 inline double slot_double(Slot64 slot) {
   double value;
   __builtin_memcpy(&value, &slot, 8);
   return value;
 }
 
-// Operators of decoder.cpp, if this build has them.
+// Operators of decoder.cpp.
 struct OpEntry {
   const char* schema;
   const char* name;
