@@ -107,8 +107,9 @@ def make_plan(
     choices += _kernel_choices(kernel, tier, model, settings, trial)
     running = settings.max_running or _default_running(threads.count)
     choices.append(_running_choice(running, threads.count, settings))
+    kept = {layer.name.removesuffix(".weight").rpartition(".")[2] for layer in model.kept}
     fused = (kernel == "native" and model.architecture in PLAIN_DECODERS and settings.compile is not True
-             and not any(layer.name.removesuffix(".weight").rpartition(".")[2] in DECODER_LINEARS for layer in model.kept))
+             and kept.isdisjoint(DECODER_LINEARS))
     can_compile, compile_reason, compile_evidence = _compile(host, settings, fused=fused)
     ceiling, ceiling_source = _ceiling(host, settings)
     usable = _usable(host, ceiling, settings)

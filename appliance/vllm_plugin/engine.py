@@ -79,8 +79,9 @@ class EngineContext:
 
 
 def fork_engine() -> EngineProcess | None:
-    """Fork the process that will be the engine. Call it once, after the imports and before anything else. None when this
-    process has threads already, which a fork would not carry over: vLLM then spawns its engine."""
+    """Fork the process that will be the engine. Call it once, after the imports and before anything else.
+
+    None when this process has threads already, which a fork would not carry over: vLLM then spawns its engine."""
     if len(list(Path("/proc/self/task").iterdir())) > 1:
         return None
     theirs, ours = multiprocessing.Pipe(duplex=False)

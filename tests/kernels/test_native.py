@@ -243,12 +243,26 @@ def test_without_the_library_there_is_a_reason(tmp_path: object) -> None:
     assert "without a C++ compiler" in (missing.refusal or "")
 
 
-def test_one_openmp_runtime_in_the_process() -> None:
-    """The library links none: it uses the one that torch has loaded."""
-    native.linear(torch.randn(1, 64), weight(16, 64, 32)[1], LayerShape(n=16, k=64, group=32), wide=True)
-    with open("/proc/self/maps") as maps:
-        runtimes = {line.split()[-1] for line in maps if any(name in line for name in ("libgomp", "libiomp", "libomp"))}
-    assert len(runtimes) == 1, runtimes
+def test_the_library_brings_no_openmp_runtime() -> None:
+    """It uses the one that torch has loaded. In a process of its own: other packages (sentencepiece) bring one, unused."""
+    code = """
+import torch
+from appliance.kernels import native
+from appliance.kernels.library import load
+from appliance.kernels.registry import LayerShape
+layer = LayerShape(n=2048, k=2048, group=64)
+assert load().library
+native.linear(torch.randn(1, 2048), torch.zeros(128 * 32 * 576, dtype=torch.uint8), layer, wide=True)
+maps = open("/proc/self/maps").read().splitlines()
+print(*sorted({line.split()[-1] for line in maps if any(name in line for name in ("libgomp", "libiomp", "libomp"))}))
+print(len(list(__import__("pathlib").Path("/proc/self/task").iterdir())))
+"""
+    env = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    runtimes, threads = done.stdout.splitlines()
+    assert runtimes.endswith("torch/lib/libgomp.so.1")
+    assert len(runtimes.split()) == 1
+    assert int(threads) >= 2, "two threads computed"
 
 
 def test_the_start_chooses_the_preferred_variant() -> None:

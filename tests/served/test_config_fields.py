@@ -56,6 +56,9 @@ def worker(home: Path, model: str, fields: dict[str, Any], *, model_folder: Path
     where = argv.index("--hf-overrides") + 1
     overrides = json.loads(argv[where])
     overrides["quantization_config"] |= fields
+    if fields.get("kernel") == "aten":
+        rung["env"].pop("APPLIANCE_PREPARED", None)
+        rung["env"]["APPLIANCE_PLANNED_KERNEL"] = "aten"
     if not overrides["quantization_config"]["wide_residual"]:
         overrides.pop("head_dtype", None)
     argv[where] = json.dumps(overrides)
@@ -107,6 +110,8 @@ def difference(home: Path, model: str, client: openai.OpenAI) -> float:
         ("plain", {"dequant_threshold": 8}),
         ("plain", {"prefill_dequant": False}),
         ("plain", {"kernel": "auto"}),
+        ("plain", {"kernel": "aten"}),
+        ("plain", {"kernel": "aten", "direct_dequant": False}),
         ("table4", {}),
         ("ignored", {}),
         ("group64", {}),
@@ -127,10 +132,10 @@ def test_the_environment_override_wins(home: Path, value: str) -> None:
 
 
 def test_no_call_of_an_int4_head_has_more_than_one_row(home: Path) -> None:
-    """The default model keeps its table in bf16; here table and head are int4 and obey the same rule."""
+    """Torch's kernel, with table and head in 4 bits: the head obeys the same rule as the linears."""
     record = home / "record.jsonl"
     env = {"PYTHONPATH": str(RECORDER), "VLLM_PLUGINS": "cpu_int4,int4_recorder", "INT4_RECORD": str(record)}
-    with worker(home, "table4", {}, **env) as client:
+    with worker(home, "table4", {"kernel": "aten"}, **env) as client:
         def ask(number: int) -> None:
             client.completions.create(model="default", prompt=f"User {number} asks about", max_tokens=16, temperature=0,
                                       extra_body={"ignore_eos": True})

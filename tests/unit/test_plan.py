@@ -11,7 +11,7 @@ import pytest
 
 from appliance.budget import GIB, MIB, kv_bytes_per_token, peak
 from appliance.errors import ConfigError
-from appliance.facts import Core, CpuQuota, HostFacts, ModelFacts, NumaNode, TopologyFacts
+from appliance.facts import Core, CpuQuota, HostFacts, KernelTrial, ModelFacts, NumaNode, TopologyFacts
 from appliance.launch import MAX_SOCKET_DIRECTORY, Places
 from appliance.plan import Plan, make_plan
 from appliance.probe.host import read_host
@@ -293,10 +293,40 @@ def test_the_worker_writes_only_below_its_places() -> None:
     assert len("/run/appliance/") < MAX_SOCKET_DIRECTORY
 
 
-def test_every_rung_maps_the_prepared_weights_where_there_are_some() -> None:
+def test_native_rungs_map_the_prepared_weights_and_no_other_does() -> None:
     places = Places(model="/m", cache="/c", tmp="/t", sockets="/s", prepared="/store/prepared/x")
-    assert {rung.env["APPLIANCE_PREPARED"] for rung in make_plan(HOST, SMOLLM2, Settings(), places).rungs} == {"/store/prepared/x"}
-    assert all("APPLIANCE_PREPARED" not in rung.env and "--load-format" in rung.argv for rung in planned().rungs)
+    for rung in make_plan(HOST, SMOLLM2, Settings(), places).rungs:
+        native = rung.quantization["kernel"] == "native"
+        assert rung.env.get("APPLIANCE_PREPARED") == ("/store/prepared/x" if native else None), rung.id
+        assert rung.env["APPLIANCE_PLANNED_KERNEL"] == ("aten" if rung.id == "aten" else "native")
+
+
+def test_the_lowered_rung_lowers_the_native_kernel_as_well() -> None:
+    rungs = {rung.id: rung for rung in make_plan(HOST, SMOLLM2, Settings(), PLACES).rungs}
+    lowered = rungs["lower-isa"].env
+    assert lowered["APPLIANCE_KERNEL"] == {"avx2": "avx2", "default": "scalar"}[lowered["ATEN_CPU_CAPABILITY"]]
+    assert "APPLIANCE_KERNEL" not in rungs["full"].env
+
+
+def test_an_instruction_set_may_be_forced() -> None:
+    plan = make_plan(HOST, SMOLLM2, Settings(kernel="scalar"), PLACES)
+    assert plan.rungs[0].env["APPLIANCE_KERNEL"] == "scalar"
+    assert plan.rungs[0].quantization["kernel"] == "native"
+    assert make_plan(HOST, SMOLLM2, Settings(kernel="scalar"), PLACES, kernels=("aten",)).refused is not None
+
+
+@pytest.mark.parametrize(("trial", "kernel", "variant", "words"), [
+    (None, "native", "the CPU's best", "each start tries it"),
+    (KernelTrial(variant="avx2", left_out=()), "native", "avx2", "each start tries it"),
+    (KernelTrial(variant="avx2", left_out=("native avx-vnni: died by SIGILL",)), "native", "avx2", "left out: native avx-vnni: died by SIGILL"),
+    (KernelTrial(variant=None, left_out=("native avx2: wrong results",)), "aten", None, "left out: native avx2: wrong results"),
+])
+def test_what_the_self_test_found_is_in_the_plan(trial: KernelTrial | None, kernel: str, variant: str | None, words: str) -> None:
+    plan = make_plan(HOST, SMOLLM2, Settings(), PLACES, trial=trial)
+    choices = {choice.name: choice for choice in plan.choices}
+    assert plan.rungs[0].quantization["kernel"] == kernel
+    assert (choices["kernel variant"].value if variant else None) == variant
+    assert words in choices["kernel variant" if variant else "kernel, one row"].reason
 
 
 def test_the_ladder_only_steps_down() -> None:

@@ -37,8 +37,8 @@ def test_sizes(n: int, k: int, group: int, bits: int, size: int) -> None:
 
 
 @pytest.mark.parametrize(("k", "group", "bits", "reason"), [
-    (576, 32, 4, None), (576, 64, 8, None), (64, 16, 4, "group size 16 is not a multiple of 32"),
-    (80, 32, 4, "80 columns are not whole groups of 32"), (64, 32, 3, "codes of 3 bits"), (64, 0, 4, "group size 0 is not a multiple of 32"),
+    (576, 32, 4, None), (576, 64, 8, None), (64, 16, 4, "group size 16 is not one of 32, 64, 128, 256"),
+    (80, 32, 4, "80 columns are not whole groups of 32"), (64, 32, 3, "codes of 3 bits"), (64, 0, 4, "group size 0 is not one of 32, 64, 128, 256"),
 ])
 def test_what_the_layout_holds(k: int, group: int, bits: int, reason: str | None) -> None:
     assert layout_refusal(k, group, bits) == reason
