@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import os
 import sys
 from importlib import import_module, metadata
@@ -71,6 +72,15 @@ def preflight(env: dict[str, str]) -> str | None:
     return None
 
 
+def semaphore_refusal() -> str | None:
+    """Why vLLM's engine could not make its lock, or None. A megabyte of /dev/shm is enough, but it must be writable."""
+    try:
+        multiprocessing.get_context("spawn").Lock()
+    except OSError as error:
+        return f"no semaphore can be made in /dev/shm: {error.strerror}"
+    return None
+
+
 def serve(argv: list[str]) -> None:
     """Check, pin, self-test, then run vLLM's API server in this process until it ends.
 
@@ -79,6 +89,8 @@ def serve(argv: list[str]) -> None:
     reason = preflight(dict(os.environ))
     if reason:
         raise ConfigError("the worker cannot start", why=reason, do="install the worker again from its lock file")
+    if reason := semaphore_refusal():
+        raise ConfigError("the worker cannot start", why=reason, do="mount /dev/shm writable (the unit's or container's)")
     cpus = os.environ.get(CPUS_VARIABLE)
     if cpus:
         os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})

@@ -163,3 +163,12 @@ def test_only_the_first_process_is_the_waiting_one() -> None:
     assert context.Process(target=report, name="EngineCore", kwargs={}).name == "EngineCore"
     assert context.Process(target=report, name="Other", kwargs={}) == "spawned"
     assert context.Queue() == "queue"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a mount namespace")
+@pytest.mark.parametrize(("options", "words"), [("size=1M", "None"), ("size=1M,ro", "no semaphore can be made in /dev/shm: Read-only file system")])
+def test_case_017_shared_memory_may_be_small_but_not_read_only(options: str, words: str) -> None:
+    code = "from appliance.worker import semaphore_refusal; print(semaphore_refusal())"
+    script = f'mount -t tmpfs -o {options} tmpfs /dev/shm && exec "$0" -c "$1"'
+    done = subprocess.run(["unshare", "-m", "sh", "-c", script, sys.executable, code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == words, done.stderr
