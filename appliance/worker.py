@@ -90,7 +90,7 @@ def serve(argv: list[str]) -> None:
     if reason:
         raise ConfigError("the worker cannot start", why=reason, do="install the worker again from its lock file")
     if reason := semaphore_refusal():
-        raise ConfigError("the worker cannot start", why=reason, do="mount /dev/shm writable (the unit's or container's)")
+        raise ConfigError("the worker cannot start", why=reason, do="mount /dev/shm writable")
     cpus = os.environ.get(CPUS_VARIABLE)
     if cpus:
         os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
