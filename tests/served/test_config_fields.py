@@ -149,14 +149,15 @@ def test_no_call_of_an_int4_head_has_more_than_one_row(home: Path) -> None:
 
 
 def test_case_029_a_missing_tensor_is_refused(home: Path, tmp_path: Path) -> None:
-    """A tensor that the file lacks would be served as zeros; the start ends and names it."""
+    """A tensor that the file lacks would be served as zeros; the start ends and names it. (A mapped weight
+    would not need the tensor at all.)"""
     code = ("import sys; from safetensors.torch import load_file, save_file; t = load_file(sys.argv[1]); "
             "t.pop('model.layers.3.mlp.down_proj.weight_scale'); save_file(t, sys.argv[1])")
     digest = (home / "store" / "names" / "plain").read_text().strip()
     shutil.copytree(home / "store" / "objects" / digest, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").chmod(0o644)
     subprocess.run([WORKER, "-c", code, str(tmp_path / "model" / "model.safetensors")], check=True)
-    with pytest.raises(AssertionError, match=r"down_proj\.weight_scale"), worker(home, "plain", {}, model_folder=tmp_path / "model"):
+    with pytest.raises(AssertionError, match=r"down_proj\.weight_scale"), worker(home, "plain", {}, model_folder=tmp_path / "model", APPLIANCE_PREPARED=""):
         pass
 
 
