@@ -74,7 +74,7 @@ def worker(home: Path, model: str, fields: dict[str, Any], *, model_folder: Path
     try:
         deadline = time.monotonic() + 600
         while not listening(port):
-            assert process.poll() is None, log.read_text()[-3000:]
+            assert process.poll() is None, log.read_text()[-20000:]
             assert time.monotonic() < deadline
             time.sleep(0.5)
         yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=600, max_retries=0)
