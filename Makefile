@@ -34,7 +34,7 @@ test-worker: $(WORKER)/.installed $(NATIVE) $(TESTLIB)/.installed $(AGENT)/.mode
 	PYTHONPATH=$(TESTLIB) APPLIANCE_SMOLLM2_GGUF=$$($(AGENT)/bin/python packaging/embedded_path.py) \
 	  $(WORKER)/bin/python -m pytest tests/kernels tests/quantize
 
-test-served: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Tests against real vLLM (two starts).
+test-served: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Tests against real vLLM (three starts).
 	$(AGENT)/bin/python -m pytest tests/served -m "not heavy"
 
 test-fields: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Each config field off its default on a warm cache (many vLLM starts).
