@@ -19,7 +19,7 @@ from appliance import budget, launch
 from appliance.budget import MIN_CONTEXT, MemoryItem, Shape, show
 from appliance.facts import HostFacts, KernelTrial, ModelFacts
 from appliance.launch import Dials, Places
-from appliance.quantize.format import NATIVE_VARIANTS, parse_config
+from appliance.quantize.format import NATIVE_VARIANTS, PLAIN_DECODERS, parse_config
 from appliance.refusal import Refusal, early_refusal, ranges
 from appliance.settings import Settings
 from appliance.threads import choose_threads
@@ -28,9 +28,6 @@ SCHEMA = 1
 BLOCK = 32
 """Tokens per key/value block: with vLLM's own 128 short prompts share no prefix; AMX attention wants 32n."""
 SAFE_DEQUANT_THRESHOLD = 2
-PLAIN_DECODERS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Architectures made of RMSNorm and plain linears only. Native operators run their layers whole, and the residual
-stream may stay fp32, there and in a compiled graph."""
 DECODER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """One of them kept in bf16, and the layers run one operator at a time."""
 LOWER_CAPABILITY = {"avx512": "avx2", "avx2": "default"}

@@ -26,6 +26,9 @@ GROUP_SIZES = (32, 64, 128, 256)
 KERNELS = ("auto", "native", "aten")
 NATIVE_VARIANTS = ("scalar", "avx2", "avx-vnni", "avx512", "avx512-vnni")
 """Instruction sets of the native kernel; the self-test chooses one, the setting `kernel` may force one."""
+PLAIN_DECODERS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Architectures made of RMSNorm and plain linears only. Native operators run their layers whole, and the residual
+stream may stay fp32, there and in a compiled graph."""
 PACKED, SCALE, ZERO = "weight_packed", "weight_scale", "weight_zero"
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Modules that vLLM computes as one, and the parts that a checkpoint stores."""

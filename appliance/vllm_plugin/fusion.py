@@ -19,13 +19,13 @@ from vllm.logger import init_logger
 
 from appliance.kernels.native import LIBRARY_ROWS
 from appliance.kernels.registry import torch_host
+from appliance.quantize.format import PLAIN_DECODERS
 from appliance.vllm_plugin.attention import attention_refusal
 from appliance.vllm_plugin.decoder import FusedLayer, FusedNorm
 
 logger = init_logger("vllm.cpu_int4")
 
 SUPPORTED_VLLM = "0.32."
-MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
 MLPS = ("LlamaMLP", "Qwen2MLP")
@@ -67,7 +67,7 @@ def model_refusal(model: Module, vllm_config: Any) -> str | None:
     parallel = vllm_config.parallel_config
     if not __version__.startswith(SUPPORTED_VLLM):
         return f"vLLM {__version__} is not {SUPPORTED_VLLM}x"
-    if reason := _not_one_of(model, MODELS, "vllm.model_executor.models"):
+    if reason := _not_one_of(model, PLAIN_DECODERS, "vllm.model_executor.models"):
         return reason
     if vllm_config.compilation_config.mode != CompilationMode.NONE:
         return "the model is compiled"
