@@ -7,11 +7,16 @@ TESTLIB := build/testlib
 NATIVE := appliance/kernels/libint4.so
 RESULTS := build/bench/results
 BENCH_ISAS ?= native avx2
+PREFIX ?= /usr
+SYSTEM_PYTHON ?= /usr/bin/python3
+AGENT_HOME = $(DESTDIR)$(PREFIX)/lib/appliance/agent
+SITE = $(AGENT_HOME)/lib/python3.11/site-packages
+WORKER_ENV ?= 1
 export APPLIANCE_HOME ?= $(CURDIR)/.run
 export PROMPT
 # The worker's interpreter is found beside the agent's environment; nothing to configure.
 
-.PHONY: help run status chat test test-fast test-worker test-served test-fields bench bench-memory bench-kernels bench-serving bench-peers bench-report lint lock goldens clean
+.PHONY: help run status chat test test-fast test-worker test-served test-fields test-system install install-agent bench bench-memory bench-kernels bench-serving bench-peers bench-report lint lock goldens clean
 
 help:           ## This list.
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -71,6 +76,27 @@ lint: $(AGENT)/.test  ## ruff and mypy.
 lock:           ## Write packaging/worker.lock again from pyproject's dependency group `worker`.
 	$(PYTHON) -m venv build/lock-env && build/lock-env/bin/pip install -q uv
 	packaging/lock-worker build/lock-env/bin/uv
+
+test-system: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Tests on throw-away hosts with a real systemd (root, debootstrap).
+	$(AGENT)/bin/python -m pytest tests/system
+
+install: install-agent  ## Install agent, unit and default model below DESTDIR, and the worker's environment unless WORKER_ENV=0.
+	[ "$(WORKER_ENV)" = 0 ] || APPLIANCE_EDITABLE=0 packaging/install-worker $(PYTHON) $(DESTDIR)$(PREFIX)/lib/appliance/worker
+
+# The agent is a small environment over the system's Python, whose click, psutil, yaml, ruamel.yaml and aiohttp it uses.
+install-agent: $(AGENT)/.model
+	install -d $(SITE) $(AGENT_HOME)/bin $(DESTDIR)$(PREFIX)/share/appliance/models/smollm2
+	ln -sf $(SYSTEM_PYTHON) $(AGENT_HOME)/bin/python
+	printf 'home = %s\ninclude-system-site-packages = true\n' $(dir $(SYSTEM_PYTHON)) >$(AGENT_HOME)/pyvenv.cfg
+	APPLIANCE_NATIVE=0 $(AGENT)/bin/pip install -q --no-deps --no-compile --upgrade --target $(SITE) . 'sdnotify>=0.3.2'
+	rm -rf $(SITE)/bin
+	install -D -m 755 systemd/applianctl $(DESTDIR)$(PREFIX)/bin/applianctl
+	install -m 644 "$$($(AGENT)/bin/python packaging/embedded_path.py)" $(DESTDIR)$(PREFIX)/share/appliance/models/smollm2/
+	install -D -m 644 systemd/appliance.service $(DESTDIR)$(PREFIX)/lib/systemd/system/appliance.service
+	install -D -m 644 systemd/sysusers.conf $(DESTDIR)$(PREFIX)/lib/sysusers.d/appliance.conf
+	install -D -m 644 systemd/tmpfiles.conf $(DESTDIR)$(PREFIX)/lib/tmpfiles.d/appliance.conf
+	install -D -m 644 docs/systemd.md $(DESTDIR)$(PREFIX)/share/doc/appliance/systemd.md
+	[ -e $(DESTDIR)/etc/appliance/appliance.yaml ] || install -D -m 644 systemd/appliance.yaml $(DESTDIR)/etc/appliance/appliance.yaml
 
 goldens: $(AGENT)/.test  ## Write the golden plans again; review the diff.
 	$(AGENT)/bin/python -m tests.unit.golden_plans

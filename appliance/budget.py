@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from appliance.facts import ModelFacts
+from appliance.launch import PROBE_SEATS
 
 MIB = 1024**2
 GIB = 1024**3
@@ -79,7 +80,7 @@ def items(model: ModelFacts, shape: Shape, *, block: int, gemm_bytes: int, mappe
     packing = max(n * k, table_rows * model.hidden_size if model.quantize_embedding else 0) * 9 // 2
     widest = max(n, 2 * model.intermediate_size, 4 * model.hidden_size)
     activations = shape.batch_tokens * (widest * (2 + gemm_bytes) * 2 + model.hidden_size * 2 * 8)
-    logits = shape.running * table_rows * (4 + 4 + 2)
+    logits = (shape.running + PROBE_SEATS) * table_rows * (4 + 4 + 2)
     lines = [
         MemoryItem(item="api server process", bytes=API_SERVER_BYTES, phases=always),
         MemoryItem(item="engine process", bytes=ENGINE_BYTES, phases=always),
@@ -114,9 +115,9 @@ def reserve_bytes(ceiling: int, wanted: int | None) -> int:
 
 
 def show(size: int) -> str:
-    """`1.50 GiB`, `312 MiB`, `12 KiB` - for people; exact bytes are in the JSON."""
+    """`1.50 GiB`, `312 MiB`, `12 KiB`, `7 bytes` - for people; exact bytes are in the JSON."""
     if size >= GIB:
         return f"{size / GIB:.2f} GiB"
     if size >= MIB:
         return f"{size / MIB:.0f} MiB"
-    return f"{size / 1024:.0f} KiB"
+    return f"{size / 1024:.0f} KiB" if size >= 1024 else f"{size} bytes"

@@ -13,6 +13,7 @@ Does: choose the four folders from the environment (`locate`, pure) and create o
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from collections.abc import Mapping
@@ -20,6 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.errors import StoreError
+
+MAX_SOCKET_DIRECTORY = 60
+"""vLLM puts a 36-character socket name below its socket directory; AF_UNIX paths end at 107 bytes."""
+AGENT_SOCKET = "agent.sock"
+WORKER_SOCKET = "worker.sock"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +55,30 @@ def from_process(env: Mapping[str, str], *, store: str | None = None) -> Directo
     return locate(env, uid=os.geteuid(), home=usable_home(env), store=store)
 
 
+def of_service(env: Mapping[str, str], *, uid: int, home: str | None, system: Directories | None = None) -> Directories:
+    """The folders of the service that a command speaks about: the account's own, or the system's where an ordinary
+    account runs no agent of its own and the machine has the service. Asks no settings: a broken file hides nothing."""
+    own = locate(env, uid=uid, home=home)
+    whole = system or _system()
+    if env.get("APPLIANCE_HOME") or uid == 0 or (own.runtime / "status.json").exists():
+        return own
+    return whole if whole.runtime.is_dir() or whole.state.is_dir() else own
+
+
 def usable_home(env: Mapping[str, str]) -> str | None:
     """HOME if it is an absolute path other than `/` to a folder that can be written; else None (case 14)."""
     home = env.get("HOME", "")
     if not home.startswith("/") or os.path.normpath(home) in ("/", "//"):
         return None
     return home if Path(home).is_dir() and os.access(home, os.W_OK | os.X_OK) else None
+
+
+def sockets(runtime: Path) -> Path:
+    """Where sockets go: the runtime folder, or one in /tmp with a short name where their paths would get too long."""
+    if len(str(runtime)) <= MAX_SOCKET_DIRECTORY:
+        return runtime
+    mark = hashlib.sha256(str(runtime).encode()).hexdigest()[:8]
+    return Path(f"/tmp/appliance-{os.geteuid()}-{mark}")
 
 
 def ensure(path: Path, *, mode: int = 0o755) -> Path:
@@ -77,11 +101,7 @@ def _locate(env: Mapping[str, str], *, uid: int, home: str | None) -> Directorie
     if env.get("APPLIANCE_HOME"):
         base = Path(env["APPLIANCE_HOME"])
         return Directories(store=base / "store", state=base / "state", cache=base / "cache", runtime=base / "run")
-    if uid == 0:
-        lib, cache, runtime = Path("/var/lib/appliance"), Path("/var/cache/appliance"), Path("/run/appliance")
-        places = Directories(store=lib / "store", state=lib / "state", cache=cache, runtime=runtime)
-    else:
-        places = _xdg(env, uid=uid, home=home)
+    places = _system() if uid == 0 else _xdg(env, uid=uid, home=home)
     unit = {name: Path(env[name].split(":")[0]) for name in
             ("STATE_DIRECTORY", "CACHE_DIRECTORY", "RUNTIME_DIRECTORY") if env.get(name)}
     lib_given = unit.get("STATE_DIRECTORY")
@@ -91,6 +111,12 @@ def _locate(env: Mapping[str, str], *, uid: int, home: str | None) -> Directorie
         cache=unit.get("CACHE_DIRECTORY", places.cache),
         runtime=unit.get("RUNTIME_DIRECTORY", places.runtime),
     )
+
+
+def _system() -> Directories:
+    lib = Path("/var/lib/appliance")
+    return Directories(store=lib / "store", state=lib / "state", cache=Path("/var/cache/appliance"),
+                       runtime=Path("/run/appliance"))
 
 
 def _xdg(env: Mapping[str, str], *, uid: int, home: str | None) -> Directories:

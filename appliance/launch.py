@@ -4,7 +4,8 @@ The environment is complete: of the agent's own environment only PATH is inherit
 a unit cannot change what was planned. Rules:
 
 * every path the worker may write to lies below the appliance's own directories;
-* nothing goes to the network: offline hub, no usage statistics, loopback only;
+* nothing goes to the network: offline hub, no usage statistics, loopback only; the API listens on a unix socket, so
+  that keys, TLS and the queue are the front door's alone;
 * two processes: the API server, and the engine, forked from it, which runs the model itself
   (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) on all planned threads;
 * Inductor's own cache instead of vLLM's AOT cache, which never loads on CPU in 0.32.
@@ -21,9 +22,6 @@ from typing import Any
 from appliance.settings import Settings
 
 PLUGIN = "cpu_int4"
-MAX_SOCKET_DIRECTORY = 60
-"""vLLM puts a 36-character socket name below its socket directory; AF_UNIX paths end at 107 bytes."""
-
 ATEN_CAPABILITY: Mapping[str, str] = {
     "scalar": "default",
     "avx2": "avx2",
@@ -61,28 +59,33 @@ FORBIDDEN_ENV: Mapping[str, str] = {
 }
 
 
+PROBE_SEATS = 1
+"""Sequences beyond those of users: the agent's own probe never waits behind them."""
+QUEUED = 1024
+"""Sequences that wait inside vLLM at most. The front door bounds requests; this bounds what one request with many
+prompts or choices makes of itself."""
 TRIAL_FILE = "kernels.json"
 """In the cache of this CPU and these versions: what the worker's self-test found at its last start."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where the worker reads and writes. All absolute; `sockets` must be short (AF_UNIX limit). `prepared`: the folder
-    of mapped weights, empty where there is none and the worker packs in memory."""
+    """Where the worker reads and writes. All absolute; `socket` (its API listens there) and `sockets` must be short
+    (AF_UNIX limit). `prepared`: the folder of mapped weights, empty where there is none and the worker packs in
+    memory."""
 
     model: str
     cache: str
     tmp: str
+    socket: str
     sockets: str
     prepared: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dials:
-    """One rung's values, before they become arguments and variables."""
+    """One rung's values, before they become arguments and variables. `running`: requests of users."""
 
-    host: str
-    port: int
     model_name: str
     quantization: Mapping[str, Any]
     kernel: str
@@ -90,7 +93,6 @@ class Dials:
     cpus: tuple[int, ...] | None
     context: int
     running: int
-    queued: int
     batch_tokens: int
     kv_bytes: int
     block: int
@@ -111,13 +113,12 @@ def argv(dials: Dials, places: Places, settings: Settings) -> tuple[str, ...]:
     args = [
         "--model", places.model,
         "--served-model-name", dials.model_name, "default",
-        "--host", dials.host,
-        "--port", str(dials.port),
+        "--uds", places.socket,
         "--dtype", "bfloat16",
         "--max-model-len", str(dials.context),
-        "--max-num-seqs", str(dials.running),
+        "--max-num-seqs", str(dials.running + PROBE_SEATS),
         "--max-num-batched-tokens", str(dials.batch_tokens),
-        "--max-num-queued-reqs", str(dials.queued),
+        "--max-num-queued-reqs", str(dials.running + PROBE_SEATS + QUEUED),
         "--kv-cache-memory-bytes", str(dials.kv_bytes),
         "--block-size", str(dials.block),
         "--hf-overrides", json.dumps(overrides, sort_keys=True),
@@ -131,8 +132,6 @@ def argv(dials: Dials, places: Places, settings: Settings) -> tuple[str, ...]:
     ]
     if not dials.compile:
         args.append("--enforce-eager")
-    if settings.tls.cert and settings.tls.key:
-        args += ["--ssl-certfile", settings.tls.cert, "--ssl-keyfile", settings.tls.key]
     return (*args, *settings.worker.extra_args)
 
 
@@ -150,6 +149,8 @@ def env(dials: Dials, places: Places, settings: Settings) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_AOT_COMPILE": "0",
         "VLLM_PLUGINS": PLUGIN,
+        # One request with n choices takes n seats.
+        "VLLM_MAX_N_SEQUENCES": str(dials.running),
         "VLLM_CACHE_ROOT": f"{places.cache}/vllm",
         "VLLM_CONFIG_ROOT": f"{places.cache}/vllm-config",
         "VLLM_RPC_BASE_PATH": places.sockets,

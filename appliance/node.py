@@ -6,19 +6,17 @@ Reads only; the commands `plan` and `serve` and later the agent's reload share i
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from appliance import status
-from appliance.directories import Directories
+from appliance.directories import WORKER_SOCKET, Directories, sockets
 from appliance.errors import ConfigError, NotReachable
 from appliance.facts import HostFacts, KernelTrial, ModelFacts
 from appliance.jobs import worker_contract
-from appliance.launch import MAX_SOCKET_DIRECTORY, TRIAL_FILE, Places
+from appliance.launch import TRIAL_FILE, Places
 from appliance.library import active_name
 from appliance.plan import Plan, make_plan
 from appliance.probe.host import read_host
@@ -40,8 +38,10 @@ class Node:
 
 
 def read_node(parsed: Parsed, directories: Directories, worker_python: str, *, env: Mapping[str, str],
-              model_name: str | None = None) -> Node:
+              model_name: str | None = None, digest: str | None = None) -> Node:
     """Probe this machine, read the active model from the store and plan.
+
+    `digest`: the object itself, whatever its name stands for now.
 
     Raises ModelError when the model is not in the store, ConfigError when the worker cannot be asked.
     """
@@ -50,7 +50,7 @@ def read_node(parsed: Parsed, directories: Directories, worker_python: str, *, e
     host = read_host("/", store=directories.store, versions=versions)
     name = model_name or active_name(parsed, directories)
     store = Store(directories.store)
-    stored = store.get(name)
+    stored = store.read(digest) if digest else store.get(name)
     model = read_model(stored.path, name=name, digest=stored.digest)
     where = places(directories, model_path=stored.path, fingerprint=host.fingerprint,
                    prepared=store.prepared(stored.digest))
@@ -63,11 +63,8 @@ def read_node(parsed: Parsed, directories: Directories, worker_python: str, *, e
 def places(directories: Directories, *, model_path: Path, fingerprint: str, prepared: Path | None = None) -> Places:
     """The worker's folders. Compiled code lies below the host's fingerprint, so that no other CPU ever loads it."""
     cache = directories.cache / fingerprint
-    sockets = str(directories.runtime)
-    if len(sockets) > MAX_SOCKET_DIRECTORY:
-        mark = hashlib.sha256(sockets.encode()).hexdigest()[:8]
-        sockets = f"/tmp/appliance-{os.geteuid()}-{mark}"
-    return Places(model=str(model_path), cache=str(cache), tmp=str(cache / "tmp"), sockets=sockets,
+    return Places(model=str(model_path), cache=str(cache), tmp=str(cache / "tmp"),
+                  socket=str(sockets(directories.runtime) / WORKER_SOCKET), sockets=str(sockets(directories.runtime)),
                   prepared=str(prepared or ""))
 
 

@@ -56,6 +56,7 @@ class Rung:
     cpus: tuple[int, ...] | None
     context: int
     kv_bytes: int
+    running: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +129,8 @@ def make_plan(
                     "dequant_threshold": SAFE_DEQUANT_THRESHOLD, "kernel": kernel,
                     "wide_residual": wide}
     dials = Dials(
-        host=settings.listen.host, port=settings.listen.port, model_name=model.name, quantization=quantization,
-        kernel=kernel, threads=threads.count, cpus=threads.cpus, context=shape.context, running=shape.running,
-        queued=shape.running + settings.max_queued, batch_tokens=shape.batch_tokens,
+        model_name=model.name, quantization=quantization, kernel=kernel, threads=threads.count, cpus=threads.cpus,
+        context=shape.context, running=shape.running, batch_tokens=shape.batch_tokens,
         kv_bytes=budget.kv_bytes(model, shape.kv_tokens, BLOCK), block=BLOCK, compile=shape.compile,
         capability=launch.ATEN_CAPABILITY[tier], compiler=host.software.compiler, drain_s=settings.drain_s,
         variant=settings.kernel if settings.kernel in NATIVE_VARIANTS else "",
@@ -266,8 +266,8 @@ def _shapes(model: ModelFacts, settings: Settings, running: int, can_compile: bo
             for batch in (512, 256):
                 # Key/value space for several full contexts only while the context is not already being cut.
                 for sequences in (4, 2, 1) if context == wanted else (1,):
-                    yield Shape(context=context, kv_tokens=context * min(sequences, running),
-                                batch_tokens=max(batch, running), running=running, compile=compiled)
+                    yield Shape(context=context, kv_tokens=context * min(sequences, running), running=running,
+                                batch_tokens=max(batch, running + launch.PROBE_SEATS), compile=compiled)
 
 
 def _fit(model: ModelFacts, settings: Settings, running: int, can_compile: bool, usable: int | None,
@@ -338,8 +338,7 @@ def _ladder(dials: Dials, model: ModelFacts, shape: Shape) -> Iterator[tuple[str
         changes = {**changes, "context": half, "kv_bytes": budget.kv_bytes(model, half, BLOCK)}
         yield "short-context", changes
     running = max(1, dials.running // 4)
-    queued = running + dials.queued - dials.running
-    yield "small-batch", {**changes, "batch_tokens": max(128, running), "running": running, "queued": queued}
+    yield "small-batch", {**changes, "batch_tokens": max(128, running + launch.PROBE_SEATS), "running": running}
     lower = LOWER_CAPABILITY.get(dials.capability)
     if lower:
         yield "lower-isa", {"capability": lower, "compile": False, "variant": LOWER_VARIANT[lower]}
@@ -349,4 +348,5 @@ def _rung(name: str, changes: Mapping[str, Any], dials: Dials, places: Places, s
     changed = launch.narrowed(dials, **changes)
     return Rung(id=name, changes=dict(changes), argv=launch.argv(changed, places, settings),
                 env=launch.env(changed, places, settings), quantization=dict(changed.quantization),
-                threads=changed.threads, cpus=changed.cpus, context=changed.context, kv_bytes=changed.kv_bytes)
+                threads=changed.threads, cpus=changed.cpus, context=changed.context, kv_bytes=changed.kv_bytes,
+                running=changed.running)

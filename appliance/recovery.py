@@ -1,126 +1,165 @@
-"""PURE: what a worker's end means. `classify(evidence)` names the fault in one sentence with what to do next.
+"""PURE: what to do after a fault. `next_step(past, fault, ...) -> Step`: wait and retry, step down, roll back, or stop.
 
-Evidence is what the agent saw: exit status or signal, the phase, the last lines of the worker's log and the growth
-of the cgroup's oom_kill counter. Rules are tried in order; the first that matches names the fault. No I/O.
+First that applies:
+
+    fault's kind   situation                          step
+    operator       any                                retry at once; the next ones in a row after 1, 2, 5, 10, ... s
+    node           any                                retry after 5, 15, 60, 300, 600 s; a trial ends at the 3rd
+    (any)          has a repair, first in a row       retry at once, the repair first (not on trial)
+    content        another configuration was good     roll back
+    content        else                               stop with the exit code
+    capability     on trial, another was good         roll back
+    capability     a rung may cure                    step down at once (`patience` retries first, where it has some)
+    transient      on trial, another was good         retry once, roll back at the 2nd
+    transient      `patience` retries used up         step down to the next rung that may cure
+    transient      else                               retry after 1, 2, 5, 10, 30, 60, 60, ... s
+    no rung left   another configuration was good     roll back
+    no rung left   capability                         stop; but retry where it had answered for ten minutes
+    no rung left   transient                          back to the rung before the walk, retry every 600 s
+
+* "In a row": since the last ten minutes of answering in one worker's life. Those forget the counts, never the rung.
+* A rung is tried once per situation. Within a list of cures the walk goes downwards only.
+* `floor` is the rung that the node is known to need (memory, instruction set); rungs tried because nobody knew why are
+  left again when none of them helped.
+* No clock but `now`, no I/O. How long a worker had answered is measured, never computed from wall clocks.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from appliance.errors import (
-    ApplianceError,
-    ConfigError,
-    CpuNotSupported,
-    DoesNotFit,
-    ModelError,
-    StoreError,
-    TransientError,
-    by_exit_code,
-)
+from appliance.faults import MEANINGS, Fault, Repair
 
-SIGILL, SIGKILL, SIGSEGV, SIGBUS = 4, 9, 11, 7
+Action = Literal["retry", "step-down", "roll-back", "stop"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """How a worker ended. `status`: as subprocess reports it (negative = signal); `oom_kills`: growth of the counter,
-    None where it cannot be read."""
-
-    status: int
-    phase: str
-    log: Sequence[str] = ()
-    oom_kills: int | None = 0
+HEALTHY_S = 600.0
+"""A worker that answered for so long was healthy: what came before does not count any more."""
+FORGOTTEN_S = 6 * 3600.0
+"""Faults older than this do not count: whatever it was, it is another day."""
+RETRY_S = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+OPERATOR_S = (0.0, *RETRY_S)
+NODE_S = (5.0, 15.0, 60.0, 300.0, 600.0)
+LAST_RETRY_S = 600.0
+"""Nothing is left to try, and an unattended node must come back when the cause goes away."""
+TRIAL_FAULTS = 2
+TRIAL_NODE_FAULTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
-    """`name`: a stable word for metrics and rules; `error`: the class that carries the exit code."""
+class Happened:
+    """One fault of the past. `at`: wall clock; `answered_s`: how long that worker had answered before it."""
 
     name: str
-    error: type[ApplianceError]
-    what: str
-    why: str
-    do: str
-
-    def exception(self) -> ApplianceError:
-        return self.error(self.what, why=self.why, do=self.do)
+    at: float
+    rung: str
+    answered_s: float = 0.0
 
 
-ERRORS = {cls.__name__: cls for cls in ApplianceError.__subclasses__()}
-ENGINE_GONE = "its engine process ended without a word, as one that is killed does"
-LOG_SIGNAL = re.compile(r"died unexpectedly \(exit code: -(\d+)\)")
-RULES: tuple[tuple[str, str, type[ApplianceError], str, str], ...] = (
-    # pattern in the log, name, class, why, do
-    (r"[Aa]ddress already in use",
-     "port-taken", TransientError, "another program took the port meanwhile", "stop it or choose another port"),
-    (r"No space left on device|Insufficient space in /dev/shm",
-     "disk-full", StoreError, "a disk is full", "free space and start again"),
-    (r"MemoryError|DefaultCPUAllocator: can't allocate memory|not enough memory|Cannot allocate memory",
-     "out-of-memory", DoesNotFit, "an allocation failed", "raise the memory ceiling, or lower context"),
-    (r"Available memory on node .* is less than|No available memory for the cache blocks|larger than the available KV",
-     "out-of-memory", DoesNotFit, "vLLM found less memory than planned", "stop other programs, or lower context"),
-    (r"SafetensorError|InvalidHeaderDeserialization|not initialized from checkpoint|There is no module or parameter",
-     "bad-model", ModelError, "the stored model is not what vLLM needs", "run `applianctl model verify`"),
-    (r"Unknown quantization method",
-     "plugin-missing", ConfigError, "the cpu_int4 plugin did not load in the worker", "install the worker again"),
-    (r"InvalidCxxCompiler|CppCompileError|No working C\+\+ compiler",
-     "compiler-broken", ConfigError, "the C++ compiler does not work", "repair g++, or set compile to false"),
-    (r"Illegal instruction",
-     "unsupported-isa", CpuNotSupported, "code for a CPU this is not", "report it with `applianctl probe --json`"),
-)
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """What has happened in this situation, oldest first; the last one is the fault that is asked about. `tried`: the
+    rungs that have served or failed here, the present one included."""
+
+    faults: tuple[Happened, ...]
+    rung: str = "full"
+    floor: str = "full"
+    tried: tuple[str, ...] = ()
 
 
-def classify(evidence: Evidence) -> Fault:
-    """Name the end of a worker. Never raises; what no rule knows is `worker-died` with the last telling log line."""
-    text = "\n".join(evidence.log)
-    signal = -evidence.status if evidence.status < 0 else 0
-    if not signal and (match := LOG_SIGNAL.search(text)):
-        signal = int(match[1])
-    while_doing = f"while {evidence.phase}" if evidence.phase else ""
-    died = f"the worker died {while_doing}".rstrip()
-    if evidence.oom_kills or (signal == SIGKILL and evidence.oom_kills is None):
-        why = "the kernel's OOM killer ended it" if evidence.oom_kills else "killed by signal 9, most often for memory"
-        return Fault(name="oom-kill" if evidence.oom_kills else "killed", error=DoesNotFit, what=died, why=why,
-                     do="raise the memory ceiling, or lower context")
-    if signal == SIGKILL:
-        return Fault(name="killed", error=TransientError, what=died, why="killed by signal 9, and not for memory",
-                     do="start again")
-    if signal == SIGILL:
-        return Fault(name="unsupported-isa", error=CpuNotSupported, what=died,
-                     why="illegal instruction (signal 4): code for a CPU this is not",
-                     do="report it with `applianctl probe --json`")
-    if signal == SIGBUS:
-        return Fault(name="unreadable-weights", error=StoreError, what=died,
-                     why="signal 7: a mapped file of weights could not be read",
-                     do="check the disk; run `applianctl model verify`")
-    if signal:
-        return Fault(name="crash", error=TransientError, what=died,
-                     why=f"signal {signal}", do="start again; see the worker's log")
-    for line in reversed(evidence.log):
-        if match := re.match(r"appliance worker: (.+)", line):
-            return _own(match[1], by_exit_code(evidence.status))
-        if match := re.search(r"appliance\.errors\.(\w+): (.+)", line):  # raised by the plugin in the engine process
-            return _own(match[2], ERRORS.get(match[1], TransientError))
-    for pattern, name, error, why, do in RULES:
-        if re.search(pattern, text):
-            return Fault(name=name, error=error, what=f"the worker ended {while_doing}".rstrip(), why=why, do=do)
-    return Fault(name="worker-died", error=TransientError, what=f"the worker ended {while_doing}".rstrip(),
-                 why=last_telling_line(evidence.log) or (ENGINE_GONE if "Failed core proc" in text else
-                                                         f"exit status {evidence.status}"),
-                 do="see the worker's log")
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """`rung`: the one to start next; `repair`: what to check and make again before that; `sentence`: for the log and
+    for `status`."""
+
+    action: Action
+    delay_s: float
+    rung: str
+    sentence: str
+    repair: Repair = ""
 
 
-def _own(sentence: str, error: type[ApplianceError]) -> Fault:
-    return Fault(name="refused-by-worker", error=error, what=sentence, why="", do="")
+def next_step(past: Past, fault: Fault, *, now: float, ladder: Sequence[str], on_trial: bool,
+              good_available: bool) -> Step:
+    """Decide. `ladder`: ids of the plan's rungs; `good_available`: another configuration is known to have been good."""
+    row = in_a_row(past.faults, now=now)
+    own = [one for one in row if one.name not in OUTSIDE]
+    same = [one for one in row if one.name == fault.name]
+    rung = past.rung
+    if fault.kind == "operator":
+        return _retry(fault, _at(OPERATOR_S, len(same)), rung, len(same))
+    if fault.kind == "node":
+        if on_trial and good_available and len(same) >= TRIAL_NODE_FAULTS:
+            return _roll_back(fault, rung)
+        return _retry(fault, _at(NODE_S, len(same)), rung, len(same))
+    if on_trial and good_available:
+        if fault.kind == "transient" and len(own) < TRIAL_FAULTS:
+            return _retry(fault, _at(RETRY_S, len(own)), rung, len(same))
+        return _roll_back(fault, rung)
+    if fault.repair and len(same) <= 1:
+        return Step(action="retry", delay_s=0.0, rung=rung, repair=fault.repair,
+                    sentence=f"{fault.sentence}; checking the {NAMES[fault.repair]} and starting again")
+    if fault.kind == "content":
+        return _roll_back(fault, rung) if good_available else _stop(fault, rung)
+    here = [one for one in same if one.rung == rung]
+    if len(here) <= fault.patience:
+        return _retry(fault, _at(RETRY_S, len(own)), rung, len(same))
+    if not fault.cures:
+        return _retry(fault, _at(RETRY_S, len(own)), rung, len(same))
+    if lower := next_rung(past, fault, ladder):
+        return Step(action="step-down", delay_s=0.0 if fault.patience == 0 else RETRY_S[0], rung=lower,
+                    sentence=f"{fault.sentence}; stepping down to `{lower}`")
+    if good_available:
+        return _roll_back(fault, rung)
+    if fault.kind == "capability":
+        if row and row[-1].answered_s >= HEALTHY_S:
+            return _retry(fault, RETRY_S[0], rung, len(same))
+        return _stop(fault, rung)
+    return Step(action="retry", delay_s=LAST_RETRY_S, rung=past.floor,
+                sentence=f"{fault.sentence}; no rung of the plan has helped, trying again every "
+                         f"{LAST_RETRY_S / 60:.0f} minutes")
 
 
-def last_telling_line(log: Sequence[str]) -> str:
-    """The last line that looks like an exception's message, without vLLM's prefixes; empty when there is none."""
-    for line in reversed(log):
-        bare = re.sub(r"^(\(\w+ pid=\d+\) )?((ERROR|CRITICAL) [\d-]+ [\d:]+ (\[[^\]]*\] )?)?", "", line).strip()
-        if re.match(r"[\w.]*(Error|Exception|Exit)\b.{4,}", bare) and "Engine core initialization failed" not in bare:
-            return bare[:300]
-    return ""
+OUTSIDE = frozenset(name for name, meaning in MEANINGS.items() if meaning.kind in ("operator", "node"))
+"""Not the worker's doing: these do not count against it."""
+NAMES = {"cache": "compile cache", "weights": "stored weights"}
+
+
+def in_a_row(faults: Sequence[Happened], *, now: float) -> list[Happened]:
+    """The latest faults that no healthy time and no long pause separates, oldest first."""
+    row: list[Happened] = []
+    for one in reversed(faults):
+        if now - one.at > FORGOTTEN_S:
+            break
+        row.append(one)
+        if one.answered_s >= HEALTHY_S:  # it begins a new row: before it all was well
+            break
+    row.reverse()
+    return row
+
+
+def next_rung(past: Past, fault: Fault, ladder: Sequence[str]) -> str | None:
+    """The next rung of the plan that may cure this fault and was not tried yet; None when there is none."""
+    cures = fault.cures[fault.cures.index(past.rung) + 1 :] if past.rung in fault.cures else fault.cures
+    tried = {past.rung, *past.tried}
+    return next((rung for rung in cures if rung in ladder and rung not in tried), None)
+
+
+def _at(delays: Sequence[float], count: int) -> float:
+    return delays[min(max(count, 1), len(delays)) - 1]
+
+
+def _retry(fault: Fault, delay_s: float, rung: str, count: int) -> Step:
+    again = "starting again" + (f" in {delay_s:.0f} s" if delay_s else "")
+    many = f" ({count} times in a row)" if count > 1 else ""
+    return Step(action="retry", delay_s=delay_s, rung=rung, sentence=f"{fault.sentence}; {again}{many}")
+
+
+def _roll_back(fault: Fault, rung: str) -> Step:
+    return Step(action="roll-back", delay_s=0.0, rung=rung,
+                sentence=f"{fault.sentence}; going back to the last good configuration")
+
+
+def _stop(fault: Fault, rung: str) -> Step:
+    return Step(action="stop", delay_s=0.0, rung=rung, sentence=fault.exception().line)

@@ -79,6 +79,9 @@ class Settings:
     worker: Worker = Worker()
     trial_s: float = 600.0
     drain_s: float = 30.0
+    probe_s: float = 15.0
+    request_s: float = 3600.0
+    max_body: int = 16 * 1024**2
     tune: Tune = Tune()
 
 
@@ -108,6 +111,15 @@ def parse(text: str, *, origin: str = "appliance.yaml") -> Parsed:
     if not isinstance(raw, dict):
         raise ConfigError(f"{origin} is not a configuration", why="the top level is not `key: value` lines",
                           do="see docs/configuration.md")
+    return _read(raw, origin)
+
+
+def from_tree(tree: Mapping[str, Any], *, origin: str) -> Settings:
+    """The inverse of `to_dict`, JSON in between included. Raises ConfigError on a wrong value."""
+    return _read(tree, origin).settings
+
+
+def _read(raw: Mapping[str, Any], origin: str) -> Parsed:
     values: dict[str, Any] = {}
     warnings: list[str] = []
     for dotted, value in _flatten(raw):
@@ -226,6 +238,13 @@ def _seconds(key: str, value: Any, origin: str) -> float:
     return number
 
 
+def _positive_seconds(key: str, value: Any, origin: str) -> float:
+    number = _seconds(key, value, origin)
+    if number < 0.1:
+        raise _wrong(key, value, origin, "a number of seconds of at least 0.1")
+    return number
+
+
 def _text(key: str, value: Any, origin: str) -> str:
     if not isinstance(value, str) or not value.strip() or "\0" in value or "\n" in value:
         raise _wrong(key, value, origin, "a text on one line")
@@ -334,6 +353,9 @@ KEYS: Mapping[str, Reader] = {
     "worker.extra_args": _words,
     "trial_s": _seconds,
     "drain_s": _seconds,
+    "probe_s": _positive_seconds,
+    "request_s": _positive_seconds,
+    "max_body": _size,
     "tune.upgrade_loss_pct": _percent,
 }
 """Every key of the configuration file, with the function that reads its value."""

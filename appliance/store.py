@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance import disk, manifest, prepared
+from appliance.budget import show
 from appliance.errors import ModelError, StoreError, TransientError, UsageError
 
 RESERVED_NAMES = ("default",)
@@ -343,9 +344,9 @@ class Store:
     def _check_room(self, need_bytes: int) -> None:
         free = shutil.disk_usage(self.root).free
         if need_bytes and need_bytes + HEADROOM_BYTES > free:
-            need = f"{need_bytes / 1e6:.0f} MB and {HEADROOM_BYTES / 1e6:.0f} MB of headroom"
+            need = f"{show(need_bytes)} and {show(HEADROOM_BYTES)} of headroom"
             raise StoreError(f"the disk of {self.root} is too full", why=f"about {need} are needed, "
-                             f"{free / 1e6:.0f} MB are free", do="free some space, or set `store` to another disk")
+                             f"{show(free)} are free", do="free some space, or set `store` to another disk")
 
 
 def _prepared_finding(folder: Path, digest: str, *, contents: bool) -> str | None:

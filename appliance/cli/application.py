@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import click
 
 from appliance import settings as settings_module
-from appliance.directories import Directories, from_process
+from appliance.directories import AGENT_SOCKET, Directories, from_process, of_service, sockets, usable_home
 from appliance.errors import ConfigError
 from appliance.settings import Parsed, Settings
 
@@ -40,6 +41,15 @@ class Application:
     @cached_property
     def directories(self) -> Directories:
         return from_process(self.env, store=self.settings.store)
+
+    @cached_property
+    def service(self) -> Directories:
+        """State and runtime folders of the service that this command speaks about, without reading any settings."""
+        return of_service(self.env, uid=os.geteuid(), home=usable_home(self.env))
+
+    @cached_property
+    def agent_socket(self) -> Path:
+        return sockets(self.service.runtime) / AGENT_SOCKET
 
     @cached_property
     def config_path(self) -> Path:

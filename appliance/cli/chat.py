@@ -1,17 +1,28 @@
-"""`applianctl chat`: a streamed conversation with the running model."""
+"""`applianctl chat`: a streamed conversation with the running model, over the agent's socket and so without a key.
+
+Rule: an account that may not use the socket goes to the public address, with the key of APPLIANCE_API_KEY or of
+`api_key_file`, and is told so in one line.
+"""
 
 from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from urllib.parse import urlsplit
 
 import click
 
+from appliance import client
 from appliance.cli.application import Application
 from appliance.errors import ConfigError, ModelError, NotReachable
-from appliance.supervisor.health import Endpoint
+
+PATIENCE_S = 600.0
+"""Longest silence within an answer: a long prompt on a slow CPU."""
+Connect = Callable[[], tuple[http.client.HTTPConnection, dict[str, str]]]
 
 
 @click.command()
@@ -27,10 +38,10 @@ def chat(
     """Ask the running model; without PROMPT an interactive conversation (or the prompt from a pipe)."""
     from appliance import status as status_file
 
-    current = status_file.read(app.directories.runtime)
-    if current["state"] != "ready":
+    current = status_file.read(app.service.runtime)
+    if not status_file.is_ready(current):
         raise NotReachable("the service is not ready", why=current["sentence"], do="run `applianctl status --wait`")
-    endpoint = Endpoint(**current["endpoint"], key=read_key(app.settings.api_key_file))
+    connect = way_in(app, current)
     options: dict[str, float] = {"temperature": temperature}
     if max_tokens:
         options["max_tokens"] = max_tokens
@@ -40,7 +51,7 @@ def chat(
         if not prompt:
             raise click.UsageError("There is no prompt: give one as argument or through a pipe.")
     if prompt is not None:
-        _ask(endpoint, [*messages, {"role": "user", "content": prompt}], options)
+        _ask(connect, [*messages, {"role": "user", "content": prompt}], options)
         return
     click.echo("Ctrl-D ends the conversation.", err=True)
     while True:
@@ -51,16 +62,41 @@ def chat(
             return
         if line:
             messages.append({"role": "user", "content": line})
-            messages.append({"role": "assistant", "content": _ask(endpoint, messages, options)})
+            messages.append({"role": "assistant", "content": _ask(connect, messages, options)})
 
 
-def _ask(endpoint: Endpoint, messages: list[dict[str, str]], options: Mapping[str, object]) -> str:
+def way_in(app: Application, current: Mapping[str, Any]) -> Connect:
+    """How to reach the model: the agent's socket, else the public address, which is said."""
+    if client.reachable(app.agent_socket):
+        return lambda: (client.UnixConnection(app.agent_socket, timeout_s=PATIENCE_S),
+                        {"Content-Type": "application/json"})
+    address = str(current.get("address") or "")
+    parts = urlsplit(address)
+    if not parts.hostname:
+        raise NotReachable("the service cannot be asked", why=f"{app.agent_socket} is not open to this account",
+                           do="use sudo, or join the group `appliance`")
+    click.echo(f"applianctl: {app.agent_socket} is not open to this account; asking {address}", err=True)
+    key = app.env.get("APPLIANCE_API_KEY") or read_key(app.settings.api_key_file)
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    host, port = ("127.0.0.1" if parts.hostname in ("0.0.0.0", "::") else parts.hostname), parts.port
+
+    def connect() -> tuple[http.client.HTTPConnection, dict[str, str]]:
+        if parts.scheme == "https":
+            # The node's own certificate, asked from the node itself: the name in it is not this address.
+            context = ssl._create_unverified_context()
+            return http.client.HTTPSConnection(host, port, timeout=PATIENCE_S, context=context), headers
+        return http.client.HTTPConnection(host, port, timeout=PATIENCE_S), headers
+
+    return connect
+
+
+def _ask(connect: Connect, messages: list[dict[str, str]], options: Mapping[str, object]) -> str:
     """Stream one answer to standard output and return it."""
     body = json.dumps({"model": "default", "messages": messages, "stream": True, **options})
     parts: list[str] = []
     try:
-        connection = endpoint.connect(600)
-        connection.request("POST", "/v1/chat/completions", body=body, headers=endpoint.headers())
+        connection, headers = connect()
+        connection.request("POST", "/v1/chat/completions", body=body, headers=headers)
         response = connection.getresponse()
         if response.status != 200:
             raise _refusal(response.status, response.read())

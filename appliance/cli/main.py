@@ -19,12 +19,20 @@ SECTIONS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
     ("Serve", (
         ("serve", "appliance.cli.serve:serve", "Plan, quantize if needed, start the worker, say when it answers."),
         ("status", "appliance.cli.status:status", "State in one sentence, then the details."),
+        ("logs", "appliance.cli.logs:logs", "The agent's log, the worker's, or the journal."),
+        ("start", "appliance.cli.control:start", "Start the service by systemd."),
+        ("stop", "appliance.cli.control:stop", "Stop it; running requests finish first."),
+        ("restart", "appliance.cli.control:restart", "Stop and start again."),
+        ("reload", "appliance.cli.control:reload", "Read configuration, keys and certificates again."),
+        ("drain", "appliance.cli.control:drain", "Let no new request in; --resume undoes it."),
         ("chat", "appliance.cli.chat:chat", "Ask the running model."),
     )),
     ("Models", (
         ("model", "appliance.cli.model:model", "Add, list, show, verify, use and remove models."),
     )),
     ("This machine", (
+        ("doctor", "appliance.cli.doctor:doctor", "What is wrong here, why, and what to do."),
+        ("support-bundle", "appliance.cli.bundle:bundle", "Everything for a report in one file, without secrets."),
         ("probe", "appliance.cli.probe:probe", "CPU, cores, memory ceiling and software, as facts."),
         ("plan", "appliance.cli.plan:plan", "What would be served and why, byte by byte."),
     )),

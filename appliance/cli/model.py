@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from appliance import library, status
+from appliance.budget import show as show_size
 from appliance.cli.application import Application
 from appliance.errors import ApplianceError, ModelError, NotReachable, StoreError, UsageError
 from appliance.facts import ModelFacts
@@ -63,8 +64,8 @@ def add(
         return
     stored = store.read(added.digest)
     report = stored.manifest["report"]
-    click.echo(f"{added.name}: stored, {_size(stored.bytes)}, {_bits(report)} bits per weight, group {_group(report)}, "
-               f"{added.seconds:.1f} s")
+    click.echo(f"{added.name}: stored, {show_size(stored.bytes)}, {_bits(report)} bits per weight, "
+               f"group {_group(report)}, {added.seconds:.1f} s")
 
 
 @model.command("list")
@@ -83,8 +84,9 @@ def list_(app: Application, as_json: bool) -> None:
         return
     click.echo(_table(
         ("", "NAME", "SIZE", "WEIGHTS", "BITS", "GROUP", "ADDED", "DIGEST"),
-        [("*" if r["in_use"] else "", r["name"], _size(r["bytes"]), _count(r["parameters"]), r["bits_per_weight"],
-          r["group_size"], (r["created"] or "?")[:10], r["digest"][:12]) for r in rows]))
+        [("*" if r["in_use"] else "", r["name"], None if r["bytes"] is None else show_size(r["bytes"]),
+          _count(r["parameters"]), r["bits_per_weight"], r["group_size"], (r["created"] or "?")[:10],
+          r["digest"][:12]) for r in rows]))
     for row in rows:
         if row["damaged"]:
             click.echo(f"{row['name']}: damaged: {row['damaged']}", err=True)
@@ -113,11 +115,11 @@ def show(app: Application, name: str | None, as_json: bool) -> None:
         ("name", ", ".join(stored.names)),
         ("source", manifest["source"]),
         ("architecture", facts.architecture),
-        ("weights", f"{_count(facts.parameters)}, {facts.bits_per_weight:.2f} bits each, {_size(stored_bytes)}"),
-        ("  linears", f"{_size(facts.linear_bytes)}, group {_group(manifest['report'])}"),
-        ("  tables", f"{_size(facts.table_bytes)}, {_table_kind(facts)}"
+        ("weights", f"{_count(facts.parameters)}, {facts.bits_per_weight:.2f} bits each, {show_size(stored_bytes)}"),
+        ("  linears", f"{show_size(facts.linear_bytes)}, group {_group(manifest['report'])}"),
+        ("  tables", f"{show_size(facts.table_bytes)}, {_table_kind(facts)}"
                      f"{', tied' if facts.tied else ''}"),
-        ("  kept", _size(facts.kept_bytes)),
+        ("  kept", show_size(facts.kept_bytes)),
         ("layers", f"{facts.layers}{window}"),
         ("heads", f"{facts.heads}, {facts.kv_heads} for keys and values, {facts.head_dim} wide"),
         ("context", f"at most {facts.max_context} tokens"),
@@ -149,7 +151,7 @@ def verify(app: Application, name: str | None) -> None:
         if findings:
             damaged.append(called)
         else:
-            click.echo(f"{called}: whole ({_size(store.get(called).bytes)})")
+            click.echo(f"{called}: whole ({show_size(store.get(called).bytes)})")
     if damaged:
         again = f"run `applianctl model remove {damaged[0]} --force`, then add it again; check the disk"
         raise StoreError(f"damaged: {', '.join(damaged)}", do=again)
@@ -170,7 +172,7 @@ def remove(app: Application, name: str, force: bool) -> None:
     if running and not force and store.names().get(name) == running:
         raise UsageError(f"{name} is being served now", do="stop the service first, or use --force")
     freed = store.remove(name, in_use=active, force=force)
-    click.echo(f"{name}: removed, {_size(freed)} freed")
+    click.echo(f"{name}: removed, {show_size(freed)} freed")
 
 
 @model.command()
@@ -248,12 +250,6 @@ def _bits(report: dict[str, Any]) -> str:
 def _group(report: dict[str, Any]) -> str:
     other = len(report.get("group_size_overrides") or {})
     return f"{report.get('group_size', '?')}" + (f" ({other} layers smaller)" if other else "")
-
-
-def _size(count: int | None) -> str:
-    if count is None:
-        return "?"
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def _count(number: int | None) -> str:

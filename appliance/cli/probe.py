@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import click
 
+from appliance.budget import show
 from appliance.facts import (
     Core,
     CpuFacts,
@@ -152,9 +153,4 @@ def _free(size: int | None) -> str:
 
 
 def _size(size: int | None) -> str:
-    if size is None:
-        return UNKNOWN
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= scale:
-            return f"{size / scale:.2f} {unit}"
-    return f"{size} bytes"
+    return UNKNOWN if size is None else show(size)

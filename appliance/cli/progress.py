@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from appliance.budget import show
 from appliance.jobs import Event
 
 STEP = 0.05
@@ -67,7 +68,7 @@ class Progress:
         share, now = done / total, time.monotonic()
         if share - self._said[0] >= STEP and now - self._said[1] >= STEP_S:
             self._said = (share, now)
-            click.echo(f"{self._label}: {share:.0%} of {total / 1e6:.0f} MB", err=True)
+            click.echo(f"{self._label}: {share:.0%} of {show(total)}", err=True)
 
     def _end_bar(self) -> None:
         if self._bar is not None:

@@ -167,6 +167,8 @@ def answer(questions: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # A limit of one byte also keeps the kernel from starting a core dump program for an expected SIGILL.
-    resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
+    # A limit of one byte also keeps the kernel from starting a core dump program for an expected SIGILL. Where core
+    # files are forbidden already, a limit cannot be raised from nothing.
+    if resource.getrlimit(resource.RLIMIT_CORE)[1] != 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
     print(json.dumps(answer(sys.argv[1:])))

@@ -1,6 +1,7 @@
-"""Does the worker answer? Deep health by a real generation, and the holder of a taken port.
+"""Does the worker answer? Deep health by a real generation over its socket, its counters, and who holds a taken port.
 
-vLLM's `/health` reads two flags and says yes while its engine hangs; so `answer` asks for two tokens of a completion.
+vLLM's `/health` reads two flags and says yes while its engine hangs; so `answer` asks for a token of a completion.
+Every call here waits for the worker, up to its time limit: the loop runs them in the background.
 """
 
 from __future__ import annotations
@@ -9,39 +10,22 @@ import contextlib
 import errno
 import http.client
 import json
+import re
 import socket
-import ssl
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
+from appliance.client import UnixConnection
 from appliance.errors import ConfigError, TransientError
 
-
-@dataclass(frozen=True, kw_only=True)
-class Endpoint:
-    """Where the worker listens. `key`: API key to send, or None."""
-
-    host: str
-    port: int
-    tls: bool = False
-    key: str | None = None
-
-    @property
-    def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
-
-    def connect(self, timeout_s: float) -> http.client.HTTPConnection:
-        if self.tls:
-            # The worker's own certificate on loopback: the name in it is the node's, not 127.0.0.1.
-            context = ssl._create_unverified_context()
-            return http.client.HTTPSConnection(self.host, self.port, timeout=timeout_s, context=context)
-        return http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
-
-    def headers(self) -> dict[str, str]:
-        return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+PROMPT = "The capital of France is"
+LONGEST_METRICS = 4 << 20
+MARKS = ("generation_tokens_total", "prompt_tokens_total", "request_success_total", "kv_cache_usage_perc",
+         "iteration_tokens_total_count")
+"""Figures of vLLM that move when its engine does; the cache's use moves even during a long prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,27 +42,58 @@ class Busy:
     sentence: str
 
 
-def listening(endpoint: Endpoint, *, timeout_s: float = 2.0) -> bool:
-    """Whether `/health` answers 200. Not a proof that the engine works."""
+@dataclass(frozen=True, kw_only=True)
+class Counters:
+    """What the worker's `/metrics` say. `generated`: tokens since its start; `marks`: all that moves when the engine
+    makes progress."""
+
+    generated: float
+    marks: tuple[float, ...]
+
+
+def listening(worker: Path, *, timeout_s: float = 2.0) -> bool:
+    """Whether `/health` answers 200 on the worker's socket. Not a proof that the engine works."""
     with contextlib.suppress(OSError, http.client.HTTPException):
-        connection = endpoint.connect(timeout_s)
+        connection = UnixConnection(worker, timeout_s=timeout_s)
         try:
-            connection.request("GET", "/health", headers=endpoint.headers())
+            connection.request("GET", "/health")
             return connection.getresponse().status == 200
         finally:
             connection.close()
     return False
 
 
-def answer(endpoint: Endpoint, *, model: str, timeout_s: float, tokens: int = 2) -> Answer | Busy | str:
+def counters(worker: Path, *, timeout_s: float = 5.0) -> Counters | None:
+    """The worker's figures; None when it does not tell them in time."""
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        connection = UnixConnection(worker, timeout_s=timeout_s)
+        try:
+            connection.request("GET", "/metrics")
+            response = connection.getresponse()
+            return parse_counters(response.read(LONGEST_METRICS).decode("utf-8", "replace"))
+        finally:
+            connection.close()
+    return None
+
+
+def parse_counters(text: str) -> Counters:
+    """Sum each of MARKS over its labels in Prometheus' text format."""
+    sums = dict.fromkeys(MARKS, 0.0)
+    for name, value in re.findall(r"^vllm:(\w+)(?:\{[^}]*\})? ([0-9.eE+-]+)$", text, re.MULTILINE):
+        if name in sums:
+            with contextlib.suppress(ValueError):
+                sums[name] += float(value)
+    return Counters(generated=sums["generation_tokens_total"], marks=tuple(sums.values()))
+
+
+def answer(worker: Path, *, model: str, timeout_s: float, tokens: int = 1) -> Answer | Busy | str:
     """Generate `tokens` tokens; returns the answer, `Busy`, or one sentence why there is none."""
     began = time.monotonic()
-    body = json.dumps({"model": model, "prompt": "The capital of France is", "max_tokens": tokens, "temperature": 0,
-                       "ignore_eos": True})
+    body = json.dumps({"model": model, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "ignore_eos": True})
     try:
-        connection = endpoint.connect(timeout_s)
+        connection = UnixConnection(worker, timeout_s=timeout_s)
         try:
-            connection.request("POST", "/v1/completions", body=body, headers=endpoint.headers())
+            connection.request("POST", "/v1/completions", body=body, headers={"Content-Type": "application/json"})
             response = connection.getresponse()
             data = response.read()
         finally:

@@ -26,7 +26,12 @@ from appliance import disk
 from appliance.errors import ConfigError
 from appliance.identity import identity, reused
 
-LOG_READ_BYTES = 8 * 1024**2
+LOG_READ_BYTES = 1024**2
+LOG_BYTES = 16 * 1024**2
+"""A log that grew beyond this is cut: its last half stays, as `worker.log.1`."""
+SCAN_S = 5.0
+OOM_SCORE = "500"
+"""When memory runs out the kernel ends the worker, not the agent, which then can say so."""
 RECORD = "worker.json"
 
 
@@ -49,6 +54,8 @@ class WorkerTree:
         self._process = process
         self.command = command
         self._offset = 0
+        self._members: list[psutil.Process] = []
+        self._scanned = 0.0
 
     @property
     def pid(self) -> int:
@@ -59,36 +66,65 @@ class WorkerTree:
         return self._process.poll()
 
     def new_log_lines(self) -> list[str]:
-        """Whole lines written to the log since the last call."""
+        """Whole lines written to the log since the last call, at most LOG_READ_BYTES of them."""
         try:
             with open(self.command.log, "rb") as log:
+                size = os.fstat(log.fileno()).st_size
+                if size < self._offset:
+                    self._offset = 0
+                # A worker that floods its log is not read line by line: its last words count.
+                self._offset = max(self._offset, size - LOG_READ_BYTES)
                 log.seek(self._offset)
                 data = log.read(LOG_READ_BYTES)
         except OSError:
             return []
         end = data.rfind(b"\n") + 1
         self._offset += end
+        if self._offset > LOG_BYTES:
+            self._cut_log(data[:end])
         return data[:end].decode("utf-8", "replace").splitlines()
 
-    def members(self) -> list[psutil.Process]:
-        return members(self.pid)
+    def _cut_log(self, last: bytes) -> None:
+        """Keep the last words in `worker.log.1` and empty the log, which the worker goes on appending to."""
+        with contextlib.suppress(OSError):
+            self.command.log.with_suffix(".log.1").write_bytes(last)
+            os.truncate(self.command.log, 0)
+            self._offset = 0
 
-    def stop(self, *, grace_s: float) -> None:
-        """SIGTERM to the API process (vLLM drains), SIGKILL to everything that is left after `grace_s` seconds."""
+    def members(self, now: float | None = None) -> list[psutil.Process]:
+        """The living processes of the tree; with `now` (monotonic) as found within the last SCAN_S."""
+        if now is None or now - self._scanned >= SCAN_S or not self._members:
+            self._members, self._scanned = members(self.pid), time.monotonic()
+        return self._members
+
+    def cpu_seconds(self) -> tuple[float, float]:
+        """CPU time of the whole tree, and of all but its leader (the engine and what it starts)."""
+        tree = engine = 0.0
+        for process in self.members(time.monotonic()):
+            with contextlib.suppress(psutil.Error, OSError):
+                times = process.cpu_times()
+                tree += times.user + times.system
+                engine += times.user + times.system if process.pid != self.pid else 0.0
+        return tree, engine
+
+    def ask_to_end(self) -> None:
+        """SIGTERM to the API process: vLLM finishes what runs."""
         if self.status() is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=grace_s)
-        self.kill()
 
-    def kill(self) -> None:
-        """SIGKILL the whole tree and wait until none of it is left."""
-        end_session(self.pid)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=10)
+    def kill(self) -> bool:
+        """SIGKILL whatever is left of the tree. True when none of it is left; does not wait."""
+        left = members(self.pid)
+        for process in left:
+            with contextlib.suppress(psutil.Error, OSError):
+                process.send_signal(signal.SIGKILL)
+        self._members = left
+        if left or self.status() is None:
+            return False
         with contextlib.suppress(OSError):
             (self.command.runtime / RECORD).unlink()
+        return True
 
 
 def start(command: WorkerCommand) -> WorkerTree:
@@ -100,8 +136,12 @@ def start(command: WorkerCommand) -> WorkerTree:
     with disk.mapped("cannot start the worker", command.log.parent):
         if command.log.exists():
             command.log.replace(command.log.with_suffix(".log.1"))
-        with open(command.log, "wb") as log:
+        with open(command.log, "wb"):
+            pass
+        with open(command.log, "ab") as log:  # appending: the log may be cut while the worker writes
             process = _popen(command, log)
+            with contextlib.suppress(OSError):
+                Path(f"/proc/{process.pid}/oom_score_adj").write_text(OOM_SCORE)
             try:
                 (command.runtime / RECORD).write_text(json.dumps(identity(process.pid)))
             except BaseException:

@@ -1,8 +1,9 @@
-"""A running agent with a fake worker: real processes, real signals, real sockets."""
+"""A running agent with a fake worker: real processes, real signals, real sockets, the agent's real front door."""
 
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -10,16 +11,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from appliance import status as status_file
+from appliance.directories import sockets
 from appliance.errors import NotReachable
 from appliance.store import Store
+from appliance.supervisor.worker import members
 from tests.process.fake_models import int4, write_model
 
 CONFIG = {
@@ -36,14 +40,31 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    status: int
+    headers: Mapping[str, str]
+    text: str
+    seconds: float
+
+    def json(self) -> Any:
+        return json.loads(self.text)
+
+
 @dataclass(kw_only=True)
 class Agent:
-    """`applianctl` in a home of its own; `serve` starts it in the background."""
+    """`applianctl` in a home of its own; `serve` starts it in the background.
+
+    `fake`: the worker's behaviour from its start on (see fake_worker); `control` changes it while it runs. `settings`
+    and `worker_env` go into the configuration file: times are short there, so that tests are.
+    """
 
     home: Path
     python: str
     port: int = field(default_factory=free_port)
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=lambda: {"drain_s": 1, "probe_s": 1, "memory": {"reserve": "64M"}})
+    worker_env: dict[str, str] = field(default_factory=dict)
 
     @property
     def runtime(self) -> Path:
@@ -55,8 +76,15 @@ class Agent:
 
     def config(self, fake: str) -> Path:
         path = self.home / f"{fake}.yaml"
-        path.write_text(f"worker: {{env: {{FAKE: {fake}}}}}\ndrain_s: 1\nmemory: {{reserve: 64M}}\n")
+        worker = {"env": {"FAKE": fake, "FAKE_CONTROL": str(self.home / "control"), **self.worker_env}}
+        path.write_text(json.dumps({**self.settings, "worker": worker}))
         return path
+
+    def control(self, behaviour: str, content: str = "") -> None:
+        """Let the running worker, or else the next one, behave so."""
+        draft = self.home / "control" / f"{behaviour}.draft"
+        draft.write_text(content)
+        draft.rename(draft.with_suffix(""))
 
     def run(self, *args: str, timeout: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, "-m", "appliance.cli.main", *args], env=self.env(**env), capture_output=True,
@@ -85,6 +113,51 @@ class Agent:
             time.sleep(0.05)
         raise AssertionError(f"not {states} within {timeout} s: {self.status()}")
 
+    def ready(self, timeout: float = 30) -> dict[str, Any]:
+        """Wait until it says that it answers now; the status of that moment."""
+        return self.until(lambda status: bool(status.get("ready")), timeout=timeout)
+
+    def until(self, true: Callable[[dict[str, Any]], bool], timeout: float = 30) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            current: dict[str, Any] = self.status()
+            if true(current):
+                return current
+            if all(process.poll() is not None for process in self.processes):
+                raise AssertionError(f"the agent has ended: {[process.communicate() for process in self.processes]}")
+            time.sleep(0.02)
+        raise AssertionError(f"not within {timeout} s: {self.status()}")
+
+    def get(self, path: str, *, timeout: float = 10) -> Reply:
+        return self.ask("GET", path, timeout=timeout)
+
+    def complete(self, *, timeout: float = 30, **body: Any) -> Reply:
+        return self.ask("POST", "/v1/completions", {"model": "default", "prompt": "The capital of France is", "max_tokens": 4, **body},
+                        timeout=timeout)
+
+    def ask(self, method: str, path: str, body: object = None, *, timeout: float = 30) -> Reply:
+        """One request on the public port, the answer read whole."""
+        began = time.monotonic()
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            text = response.read().decode("utf-8", "replace")
+            return Reply(status=response.status, headers=dict(response.headers), text=text, seconds=time.monotonic() - began)
+        finally:
+            connection.close()
+
+    def worker(self) -> list[psutil.Process]:
+        """The processes of the worker that the status names: API process first, then the engine."""
+        leader = self.status().get("worker_pid")
+        return sorted(members(int(str(leader))), key=lambda process: process.pid) if leader else []
+
+    def sockets(self) -> list[str]:
+        return sorted(path.name for path in sockets(self.runtime).iterdir() if path.is_socket())
+
+    def log(self) -> str:
+        return (self.home / "state" / "worker.log").read_text()
+
     def last_written(self) -> dict[str, object]:
         written: dict[str, object] = json.loads((self.runtime / "status.json").read_text())
         return written
@@ -104,7 +177,7 @@ class Agent:
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[Agent]:
     home = tmp_path / "h"
-    for folder in (home, home / "run", home / "state"):
+    for folder in (home, home / "run", home / "state", home / "control"):
         folder.mkdir()
     script = home / "fake-python"
     script.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("fake_worker.py")} "$@"\n')

@@ -184,7 +184,7 @@ def test_case_032_need_is_compared_with_free_first(small_disk: Callable[[int], P
     assert (code, out) == (73, "")
     line = err.splitlines()[-1]
     assert "too full" in line
-    assert "MB of headroom are needed, 8 MB are free" in line
+    assert "64 MiB of headroom are needed, 8 MiB are free" in line
     assert not log.exists()
     assert node.drafts() == []
 

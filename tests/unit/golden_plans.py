@@ -24,7 +24,8 @@ PLANS = TESTS / "plans"
 HOSTS = TESTS / "hosts"
 HOST = "avx2-vm"
 CEILINGS_GIB = (1, 2, 4, 8, 64)
-PLACES = Places(model="/store/objects/model", cache="/cache/host", tmp="/cache/host/tmp", sockets="/run/appliance")
+PLACES = Places(model="/store/objects/model", cache="/cache/host", tmp="/cache/host/tmp", socket="/run/appliance/worker.sock",
+                sockets="/run/appliance")
 
 
 def models() -> dict[str, ModelFacts]:

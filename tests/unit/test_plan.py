@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from appliance.budget import GIB, MIB, kv_bytes_per_token, peak
+from appliance.directories import MAX_SOCKET_DIRECTORY
 from appliance.errors import ConfigError
 from appliance.facts import Core, CpuQuota, HostFacts, KernelTrial, ModelFacts, NumaNode, TopologyFacts
-from appliance.launch import MAX_SOCKET_DIRECTORY, Places
+from appliance.launch import Places
 from appliance.plan import Plan, make_plan
 from appliance.probe.host import read_host
-from appliance.settings import Cpu, Listen, Memory, Settings, Worker
+from appliance.settings import Cpu, Listen, Memory, Settings, Tls, Worker
 from tests.unit import golden_plans
 from tests.unit.golden_plans import HOSTS, PLACES, PLANS, with_ceiling
 
@@ -285,7 +286,7 @@ def test_listening_beyond_loopback_is_refused() -> None:
 
 
 def test_the_worker_writes_only_below_its_places() -> None:
-    places = Places(model="/m", cache="/c", tmp="/t", sockets="/s")
+    places = Places(model="/m", cache="/c", tmp="/t", socket="/s/w", sockets="/s")
     env = make_plan(HOST, SMOLLM2, Settings(), places).full.env
     for name, value in env.items():
         if value.startswith("/") and name != "CXX":
@@ -293,8 +294,24 @@ def test_the_worker_writes_only_below_its_places() -> None:
     assert len("/run/appliance/") < MAX_SOCKET_DIRECTORY
 
 
+@pytest.mark.parametrize("settings", [
+    Settings(), Settings(max_running=3, max_queued=500), Settings(max_running=4096),
+    Settings(api_key_file="/etc/key", tls=Tls(cert="/c.pem", key="/k.pem")),
+])
+def test_the_worker_listens_on_its_socket_only_and_keeps_a_seat_for_the_probe(settings: Settings) -> None:
+    plan = make_plan(HOST, SMOLLM2, settings, PLACES)
+    for rung in plan.rungs:
+        value = dict(itertools.pairwise(rung.argv))
+        assert value["--uds"] == PLACES.socket
+        assert not {"--host", "--port", "--ssl-certfile", "--ssl-keyfile", "--api-key"} & set(rung.argv)
+        assert "VLLM_API_KEY" not in rung.env
+        assert int(value["--max-num-seqs"]) == rung.running + 1 <= int(value["--max-num-batched-tokens"])
+        assert int(rung.env["VLLM_MAX_N_SEQUENCES"]) == rung.running
+        assert int(value["--max-num-queued-reqs"]) > 1000 + rung.running
+
+
 def test_native_rungs_map_the_prepared_weights_and_no_other_does() -> None:
-    places = Places(model="/m", cache="/c", tmp="/t", sockets="/s", prepared="/store/prepared/x")
+    places = Places(model="/m", cache="/c", tmp="/t", socket="/s/w", sockets="/s", prepared="/store/prepared/x")
     for rung in make_plan(HOST, SMOLLM2, Settings(), places).rungs:
         native = rung.quantization["kernel"] == "native"
         assert rung.env.get("APPLIANCE_PREPARED") == ("/store/prepared/x" if native else None), rung.id

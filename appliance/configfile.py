@@ -1,0 +1,197 @@
+"""The configuration file as a text that people wrote: change single keys and keep everything else as it is.
+
+    edited(text, changes) -> text       pure: {dotted key: value}, None takes a key out; every other byte stays
+    write(path, text)                   replace the file atomically; mode and owner stay, a link is followed
+    set_keys(path, changes)             both; a missing file is created with a header
+
+The parser says where a key and its value stand; the text is changed there. (A YAML writer that keeps comments still
+indents lists its own way and loses comments behind what is deleted.) Does not: know which keys the environment
+overrules. Rules: the new text is read again before it replaces the old one, and must say what was asked and otherwise
+what it said before; a file that is not valid, or written in a way that this does not understand, is not touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from appliance import disk
+from appliance.errors import ConfigError
+from appliance.settings import KEYS, parse
+
+HEADER = """\
+# Configuration of the appliance; every key and its default: docs/configuration.md
+# `applianctl config check` reads this file, `applianctl apply` puts it into force.
+"""
+NEW_MODE = 0o644
+
+
+def set_keys(path: Path, changes: Mapping[str, Any]) -> None:
+    """Change these keys in the file. Raises ConfigError (the file or a value is wrong) and StoreError (the disk)."""
+    write(path, edited(read(path), changes, origin=str(path)))
+
+
+def read(path: Path) -> str:
+    """The file's text; the header of a new file when there is none. Raises ConfigError when it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return HEADER
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ConfigError(f"{path} cannot be read", why=why, do="check its owner and mode") from None
+
+
+def write(path: Path, text: str) -> None:
+    """Replace the file in one step. Raises StoreError when the disk refuses."""
+    target = Path(os.path.realpath(path))
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    with disk.mapped(f"cannot write {path}", target.parent):
+        target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        try:
+            before = target.stat()
+        except FileNotFoundError:
+            before = None
+        try:
+            os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
+            if before is not None and (before.st_uid, before.st_gid) != (os.geteuid(), os.getegid()):
+                os.chown(draft, before.st_uid, before.st_gid)
+            draft.chmod(before.st_mode & 0o7777 if before is not None else NEW_MODE)
+            disk.replace(target, text, draft=draft)
+        except OSError:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise
+
+
+def edited(text: str, changes: Mapping[str, Any], *, origin: str = "appliance.yaml") -> str:
+    """The text with these keys changed. Raises ConfigError when the text is not a valid configuration, a key is
+    unknown or a value is wrong."""
+    import yaml
+
+    for key, value in changes.items():
+        if key not in KEYS:
+            raise ConfigError(f"there is no setting `{key}`", do="see `applianctl config show`")
+        if value is not None:
+            KEYS[key](key, value, origin)
+    before = parse(text, origin=origin)
+    new = text
+    after = None
+    with contextlib.suppress(yaml.YAMLError, ConfigError, LookupError, AttributeError, TypeError):
+        for key, value in changes.items():
+            new = _changed(new, key.split("."), value)
+        after = parse(new, origin=origin)
+    wanted = {key: _value(before, key) for key in before.sources} | {
+        key: KEYS[key](key, value, origin) for key, value in changes.items() if value is not None}
+    for key, value in changes.items():
+        if value is None:
+            wanted.pop(key, None)
+    if after is None or {key: _value(after, key) for key in after.sources} != wanted:
+        raise ConfigError(f"{origin} cannot be changed by a program", why="its YAML is written in an unusual way",
+                          do=f"set {', '.join(changes)} by hand")
+    return new
+
+
+def value_of(key: str, text: str) -> Any:
+    """What `key=text` on a command line means: the YAML value where that fits the key, else the text itself."""
+    import yaml
+
+    if key not in KEYS:
+        return text
+    with contextlib.suppress(yaml.YAMLError, ConfigError, ValueError):
+        value = yaml.safe_load(text)
+        KEYS[key](key, value, "")
+        if value is not None and not isinstance(value, str):
+            return value
+    return text
+
+
+def _changed(text: str, parts: list[str], value: Any) -> str:
+    """One key changed in the text itself, at the place where the YAML parser saw it: not a byte more."""
+    import yaml
+
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    if root is None:
+        return text if value is None else _ends_in_newline(text) + _lines(parts, value, indent=0)
+    key, found = _entry(root, parts[0])
+    if len(parts) == 1 or found is None or (isinstance(found, yaml.ScalarNode) and not found.value):
+        inner, at = (value, key) if len(parts) == 1 else ({parts[1]: value}, key)
+        if value is None:
+            return text if at is None or len(parts) == 2 else _without(text, at, found)
+        if at is None:
+            return _ends_in_newline(text) + _lines(parts, value, indent=0)
+        return _replaced(text, at, found, inner)
+    inner_key, inner_value = _entry(found, parts[1])
+    if value is None:
+        if inner_key is None:
+            return text
+        if len(found.value) == 1:
+            return _without(text, key, found)
+    if found.flow_style:
+        group = yaml.safe_load(text)[parts[0]]
+        rest = {name: one for name, one in group.items() if name != parts[1]}
+        return _replaced(text, key, found, rest if value is None else {**rest, parts[1]: value})
+    if value is None:
+        return _without(text, inner_key, inner_value)
+    if inner_key is not None:
+        return _replaced(text, inner_key, inner_value, value)
+    last = text.find("\n", _end(found))
+    head, tail = (text, "") if last < 0 else (text[: last + 1], text[last + 1 :])
+    return _ends_in_newline(head) + _lines(parts[1:], value, indent=found.value[0][0].start_mark.column) + tail
+
+
+def _entry(mapping: Any, name: str) -> tuple[Any, Any]:
+    """Key and value node of a mapping's entry; None, None when it is not there."""
+    for key, value in mapping.value:
+        if key.value == name:
+            return key, value
+    return None, None
+
+
+def _end(node: Any) -> int:
+    """Where a node's text ends. A block collection's own mark lies behind the comments that follow it."""
+    if isinstance(node.value, str) or node.flow_style or not node.value:
+        return int(node.end_mark.index)
+    last = node.value[-1]
+    return _end(last[1] if isinstance(last, tuple) else last)
+
+
+def _without(text: str, key: Any, value: Any) -> str:
+    """The text without the lines of an entry."""
+    start = text.rfind("\n", 0, key.start_mark.index) + 1
+    end = text.find("\n", max(_end(value) - 1, key.end_mark.index))
+    return text[:start] + ("" if end < 0 else text[end + 1 :])
+
+
+def _replaced(text: str, key: Any, value: Any, new: Any) -> str:
+    """The text with another value of an entry; a comment at the end of its line stays."""
+    end = _end(value)
+    if isinstance(value.value, str) and value.style in ("|", ">"):
+        end -= 1  # the newline belongs to such a text
+    return f"{text[: key.end_mark.index]}: {_flow(new)}{text[end:]}"
+
+
+def _lines(parts: list[str], value: Any, *, indent: int) -> str:
+    if len(parts) == 2:
+        return f"{' ' * indent}{parts[0]}:\n" + _lines(parts[1:], value, indent=indent + 2)
+    return f"{' ' * indent}{parts[0]}: {_flow(value)}\n"
+
+
+def _flow(value: Any) -> str:
+    import yaml
+
+    return yaml.safe_dump(value, default_flow_style=True, width=1 << 20, sort_keys=False).removesuffix("...\n").strip()
+
+
+def _ends_in_newline(text: str) -> str:
+    return text if not text or text.endswith("\n") else text + "\n"
+
+
+def _value(parsed: Any, dotted: str) -> Any:
+    value: Any = parsed.settings
+    for part in dotted.split("."):
+        value = getattr(value, part)
+    return value

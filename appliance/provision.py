@@ -1,0 +1,108 @@
+"""What must be there before a worker can start: the model in the store, its weights laid out. Run as the agent's child.
+
+    python -m appliance.provision < ORDER     one JSON object (see `Order`); JSON lines of events on standard output
+
+A child, because it takes minutes and may be stopped at any moment: SIGTERM ends it and all it started, and no draft is
+left. Does: add the embedded default model when the wanted one is not stored yet, make its prepared layout. Does not:
+plan, or choose a model. Raises nothing: the exit code and an `error` event tell.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from appliance import disk, settings
+from appliance.directories import Directories
+from appliance.errors import ApplianceError, StoreError
+from appliance.jobs import Event
+from appliance.library import Recipe, add_model, prepare_model
+from appliance.node import refuse_early
+from appliance.report import reporting
+from appliance.settings import DEFAULT_MODEL, Parsed
+from appliance.store import Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """`model`: name in the store; `digest`: the object itself, where it is known (then nothing is added);
+    `repair`: what a fault made suspect, checked and made anew: `cache` or `weights`."""
+
+    model: str
+    digest: str | None
+    settings: Mapping[str, Any]
+    directories: Mapping[str, str]
+    worker_python: str
+    repair: str = ""
+
+    def text(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+
+def provision(order: Order, *, env: Mapping[str, str], on_event: Callable[[Event], None]) -> Mapping[str, Any]:
+    """Make model and layout present. Returns `{digest, cached, seconds, note}`; raises what adding the model raises."""
+    began = time.monotonic()
+    wanted = settings.from_tree(order.settings, origin="order")
+    places = Directories(**{name: Path(path) for name, path in order.directories.items()})
+    parsed = Parsed(settings=wanted, warnings=(), sources={})
+    refuse_early(parsed, places, order.worker_python, env=env)
+    store = Store(places.store)
+    cached = True
+    if order.repair == "cache":
+        on_event({"event": "phase", "phase": "clearing", "note": ""})
+        for folder in places.cache.iterdir():
+            disk.delete(folder)
+    if order.digest is not None:
+        digest = store.read(order.digest).digest
+    elif order.model in store.names() or order.model != DEFAULT_MODEL:
+        digest = store.get(order.model).digest
+    else:
+        added = add_model(order.model, name=order.model, recipe=Recipe(), store=store, directories=places,
+                          worker_python=lambda: order.worker_python, on_event=on_event, env=env, now=time.time(),
+                          worker_env=wanted.worker.env)
+        digest, cached = added.digest, added.cached
+    note = ""
+    if order.repair == "weights":
+        on_event({"event": "phase", "phase": "verifying", "note": ""})
+        note = check_weights(store, digest, order.model)
+    try:
+        prepare_model(digest, kernel=wanted.kernel, store=store, worker_python=lambda: order.worker_python,
+                      on_event=on_event, env=env, worker_env=wanted.worker.env)
+    except ApplianceError as error:
+        note += f"the weights cannot be laid out ({error.line}); the worker packs them in memory"
+    return {"digest": digest, "cached": cached, "seconds": time.monotonic() - began, "note": note}
+
+
+def check_weights(store: Store, digest: str, name: str) -> str:
+    """Read every byte of a model; damaged prepared weights are thrown away, to be made again. Returns what was done.
+
+    Raises StoreError when the model itself is damaged.
+    """
+    if findings := store.verify(digest):
+        raise StoreError(f"the stored model {name!r} is damaged", why=findings[0], do="add it again")
+    folder = store.prepared(digest)
+    if folder is None or (finding := store.prepared_finding(digest, contents=True)) is None:
+        return ""
+    disk.delete(folder)
+    return f"its prepared weights were damaged ({finding}) and are made again; "
+
+
+def main() -> int:
+    try:
+        order = Order(**json.load(sys.stdin))
+    except (ValueError, TypeError):
+        print("usage: python -m appliance.provision < ORDER", file=sys.stderr)
+        return 2
+    return reporting(
+        lambda emit: provision(order, env=os.environ, on_event=lambda event: emit(dict(event))), noun="model")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,396 @@
+"""The agent: one loop that never waits, from a taken lock to an empty process list. Drawn in docs/architecture.md.
+
+    preparing -> loading -> answering -> ready <-> busy
+                    any fault: ending -> waiting -> preparing   (retry, a rung down, the last good configuration)
+                               ending -> failed                 (nothing helps: one sentence, an exit code)
+    drained (requests refused, the worker kept) -> stopping -> stopped
+
+`_turn` is what the present stage does in one turn; each takes well below 100 ms. After every turn the status is
+published, systemd told, the watchdog fed. Rules: one agent per runtime folder; the front door opens first and closes
+last; a new worker starts only when nothing of the old one is left; on every way out no child is left. What a fault
+changes is decided by `course`, how a worker is judged by `life`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections.abc import Callable, Mapping
+
+from appliance.board import Board, Command, Gate
+from appliance.directories import AGENT_SOCKET, WORKER_SOCKET, Directories, ensure, sockets
+from appliance.errors import ApplianceError
+from appliance.faults import Fault, of_error
+from appliance.node import Node
+from appliance.plan import Rung
+from appliance.recovery import Step
+from appliance.settings import Parsed
+from appliance.supervisor import folders
+from appliance.supervisor import worker as worker_process
+from appliance.supervisor.course import Course
+from appliance.supervisor.life import Life
+from appliance.supervisor.notify import Notifier
+from appliance.supervisor.signals import as_commands
+from appliance.supervisor.snapshot import Snapshot
+from appliance.supervisor.stages import Ending, Preparation
+from appliance.supervisor.start import start
+
+STOP_GRACE_S = 10.0
+"""What a worker without requests gets between SIGTERM and SIGKILL."""
+EXTEND_S = 120.0
+DOOR_DEAD_S = 15.0
+"""A front door that has not moved for so long is no front door: the watchdog is not fed any more."""
+
+Say = Callable[[str], None]
+
+
+class Agent:
+    """One run of `applianctl serve`. `configure` reads the settings anew; `say` receives each new sentence."""
+
+    def __init__(self, *, configure: Callable[[], Parsed], directories: Directories, env: Mapping[str, str],
+                 notifier: Notifier, say: Say) -> None:
+        self.configure = configure
+        self.directories = directories
+        self.env = env
+        self.notifier = notifier
+        self.say = say
+        self.board = Board()
+        self.error: ApplianceError | None = None
+        self._turn: Callable[[float], None] = self._prepare
+        self._after: Callable[[float], None] = self._prepare
+        self._until = 0.0
+        self._preparation: Preparation | None = None
+        self._worker: worker_process.WorkerTree | None = None
+        self._ending: Ending | None = None
+        self._life: Life | None = None
+        self._fault: Fault | None = None
+        self._stopping = False
+        self._drained = False
+        self._finished = False
+        self._reloading = False
+        self._said = ""
+
+    def run(self) -> None:
+        """Serve until a signal or a fault that nothing helps. Raises that fault's error; returns after a clean stop."""
+        for folder in (self.directories.state, self.directories.cache, self.directories.runtime):
+            ensure(folder)
+        signals = as_commands(self.board.commands.put, service=self.notifier.listening)
+        with folders.only_agent(self.directories.runtime), signals:
+            try:
+                self._serve()
+            except ApplianceError as error:
+                self.error = error
+            except BaseException as error:
+                self.error = ApplianceError("the agent failed by a defect", why=f"{type(error).__name__}: {error}",
+                                            do="report it with `applianctl support-bundle`")
+                raise
+            finally:
+                self._close()
+        if self.error is not None:
+            raise self.error
+
+    def _serve(self) -> None:
+        from appliance.front.door import FrontDoor
+        from appliance.keys import FILE as KEYS
+        from appliance.keys import KeyRing, configured_key
+
+        runtime = self.directories.runtime
+        for pid in worker_process.end_leftovers(runtime):
+            self.say(f"ended process {pid}, left by an earlier run")
+        parsed = self.configure()
+        places = ensure(sockets(runtime), mode=0o755)
+        self.socket = places / WORKER_SOCKET
+        self.course = Course(directories=self.directories, env=self.env, say=self.say, now=time.time())
+        self.snapshot = Snapshot(board=self.board, course=self.course, directories=self.directories,
+                                 notifier=self.notifier, unit=self.env.get("APPLIANCE_UNIT"))
+        self.course.want(parsed)
+        self.door = FrontDoor(
+            settings=parsed.settings, board=self.board, worker_socket=self.socket, agent_socket=places / AGENT_SOCKET,
+            keys=KeyRing(self.directories.state / KEYS, configured_key(parsed.settings.api_key_file, self.env)))
+        if self.notifier.warning:
+            self.say(self.notifier.warning)
+        self.door.start()
+        while not self._finished:
+            now = time.monotonic()
+            self._turn(now)
+            self._publish(now)
+            if not self._finished:
+                self._rest()
+
+    # ---- the stages ------------------------------------------------------------------------------------------------
+
+    def _prepare(self, now: float) -> None:
+        """Begin: the model must be present before it can be planned."""
+        try:
+            self._preparation = Preparation(self.course.order(), env=self.env, now=now)
+            self._turn = self._preparing
+        except ApplianceError as error:
+            self._handle(of_error(error), answered_s=0.0, now=now)
+
+    def _preparing(self, now: float) -> None:
+        preparation = self._preparation
+        assert preparation is not None
+        preparation.tick(now)
+        if not preparation.done:
+            return
+        self._preparation = None
+        try:
+            if preparation.error is not None:
+                raise preparation.error
+            result = preparation.result or {}
+            if not result.get("cached", True):
+                self.say(f"model {self.course.model}: quantized in {result.get('seconds', 0):.0f} s")
+            if result.get("note"):
+                self.say(f"model {self.course.model}: {result['note']}")
+            if not self.course.provisioned(str(result.get("digest")), now=time.time()):
+                self._turn = self._prepare  # another configuration was chosen
+                return
+            node, rung = self.course.plan()
+            self._start(node, rung, now)
+        except ApplianceError as error:
+            self._handle(of_error(error), answered_s=0.0, now=now)
+
+    def _start(self, node: Node, rung: Rung, now: float) -> None:
+        self.snapshot.plan(node, rung)
+        self._worker, self._life = start(
+            node, rung, directories=self.directories, worker_python=self.course.worker_python, env=self.env,
+            probe_s=self.course.settings.probe_s, traffic=lambda: self.board.traffic, now=now)
+        self.say(self.snapshot.plan_sentence(node, rung))
+        self._turn = self._living
+
+    def _living(self, now: float) -> None:
+        life = self._life
+        assert life is not None
+        was_ready = life.state == "ready"
+        life.tick(now)
+        if life.fault is not None:
+            self._handle(life.fault, answered_s=life.answered_s(now), now=now)
+            return
+        if life.state == "ready":
+            if not was_ready and life.last_answer is not None:
+                self.snapshot.ready(life, now)
+                self.say(f"ready: {self.snapshot.address}/v1 answered {life.last_answer.text.strip()!r} in "
+                         f"{life.last_answer.seconds:.1f} s; started in {self.snapshot.ready_after_s:.0f} s")
+                self.course.ready(time.time())
+                self.notifier.ready()
+                self._reloading = False
+            if self.course.judge(life.answered_s(now), time.time()):
+                self._switch(now)
+
+    def _end(self, grace_s: float, after: Callable[[float], None], now: float) -> None:
+        """End the worker, finishing its requests for up to `grace_s`; then go on with `after`."""
+        self._after, self._until = after, now + grace_s
+        self._turn = self._finishing
+
+    def _finishing(self, now: float) -> None:
+        """Requests in work get their time; new ones are refused already."""
+        life = self._life
+        if life is not None:
+            life.tick(now)
+        if self._idle() or now >= self._until or life is None or life.fault is not None:
+            self._kill(STOP_GRACE_S if life is not None and life.fault is None else 0.0, now)
+
+    def _kill(self, grace_s: float, now: float) -> None:
+        if self._worker is not None:
+            self._ending = Ending(self._worker, now=now, grace_s=grace_s)
+        self._turn = self._gone
+
+    def _gone(self, now: float) -> None:
+        if self._ending is not None:
+            self._ending.tick(now)
+            if not self._ending.done:
+                return
+        self._ending = self._worker = self._life = None
+        folders.sweep_sockets(self.socket.parent)
+        self.snapshot.without_worker()
+        self._turn = self._after
+        self._turn(now)
+
+    def _wait(self, now: float) -> None:
+        if now >= self._until:
+            self._turn = self._prepare
+
+    def _finish(self, now: float) -> None:
+        self._finished = True
+
+    # ---- faults ----------------------------------------------------------------------------------------------------
+
+    def _handle(self, fault: Fault, *, answered_s: float, now: float) -> None:
+        """Record a fault, do what the rules say, and begin by ending what is left of the worker."""
+        step = self.course.fault(fault, answered_s=answered_s, now=time.time())
+        self._fault = fault
+        self.say(step.sentence)
+        self.snapshot.fault(fault, step)
+        if step.action == "stop":
+            self.error = fault.exception()
+            self._after = self._finish
+        else:
+            self._after = self._waiting_for(step)
+        self._kill(0.0, now)
+
+    def _waiting_for(self, step: Step) -> Callable[[float], None]:
+        def begin(now: float) -> None:
+            self._until = now + step.delay_s
+            self._turn = self._wait if step.delay_s else self._prepare
+        return begin
+
+    # ---- what operators ask ----------------------------------------------------------------------------------------
+
+    def _rest(self) -> None:
+        """Sleep until the next turn, or until somebody asks for something."""
+        with contextlib.suppress(queue.Empty):
+            command = self.board.commands.get(timeout=self.notifier.tick_s)
+            while True:
+                self._obey(command, time.monotonic())
+                command = self.board.commands.get_nowait()
+
+    def _obey(self, command: Command, now: float) -> None:
+        if self._finished or self.error is not None:
+            return
+        self.say(f"asked to {command.name}")
+        if command.name == "stop":
+            self._stop(now)
+        elif self._stopping:
+            return
+        elif command.name == "drain":
+            self._drained = True
+        elif command.name == "resume":
+            self._drained = False
+        elif command.name == "restart":
+            self._drained = False
+            self._switch(now)
+        elif command.name == "reset":
+            self.course.reset(time.time())
+            self._switch(now)
+        elif command.name == "rollback":
+            if reason := self.course.roll_back(time.time()):
+                self.say(reason)
+            else:
+                self._switch(now)
+        elif command.name == "reload":
+            self._reload(now)
+
+    def _reload(self, now: float) -> None:
+        """Read the configuration again. A wrong one changes nothing; another worker configuration goes on trial."""
+        self.notifier.reloading()
+        self._reloading = True
+        try:
+            parsed = self.configure()
+        except ApplianceError as error:
+            self.snapshot.warn("reload", f"the configuration is not taken: {error.line}")
+            self.say(f"reload refused: {error.line}")
+            self._reloaded()
+            return
+        reason = self.door.reload(parsed.settings)
+        self.snapshot.warn("reload", reason or "")
+        if reason:
+            self.say(f"reload: {reason}")
+        if self.course.want(parsed):
+            self._switch(now)
+        else:
+            self._reloaded()
+
+    def _reloaded(self) -> None:
+        self._reloading = False
+        if self.snapshot.was_ready:
+            self.notifier.ready()
+
+    def _switch(self, now: float) -> None:
+        """Start anew with what is wanted now, letting requests in work finish."""
+        if self._preparation is not None:
+            self._preparation.end()
+            self._preparation = None
+        if self._life is not None and self._turn == self._living:
+            self._end(self.course.settings.drain_s, self._prepare, now)
+        elif self._worker is not None:
+            self._after = self._prepare
+        else:
+            self._turn = self._prepare
+
+    def _stop(self, now: float) -> None:
+        """The first time requests in work may finish; the second time nothing is waited for."""
+        again, self._stopping = self._stopping, True
+        self.notifier.stopping()
+        if self._preparation is not None:
+            self._preparation.end()
+            self._preparation = None
+        if self._worker is None:
+            self._turn = self._finish
+        elif again or self._ending is not None:
+            self._after, self._ending = self._finish, None
+            self._kill(0.0, now)
+        else:
+            serving = self._life is not None and self._life.state in ("ready", "busy")
+            self._end(self.course.settings.drain_s if serving else 0.0, self._finish, now)
+
+    # ---- what others see -------------------------------------------------------------------------------------------
+
+    def _publish(self, now: float) -> None:
+        state, phase = self._state()
+        life = self._life
+        ready = state == "ready" and not self._drained
+        self.board.gate = self._gate(state)
+        sentence = self.snapshot.publish(
+            state=state, phase=phase, ready=ready, life=life, worker=self._worker, now=now,
+            progress=self._preparation.progress if self._preparation else None,
+            until=self._until if self._turn == self._wait else None)
+        if sentence != self._said:
+            self._said = sentence
+            self.notifier.status(sentence)
+            if not ready:
+                self.say(sentence)
+        if self._reloading or not self.snapshot.was_ready:
+            self.notifier.extend_on_progress(self._progress(state, phase, now), EXTEND_S, now)
+        if now - self.board.traffic.at < DOOR_DEAD_S:
+            self.notifier.feed(now)
+
+    def _state(self) -> tuple[str, str]:
+        """The state's word and what is done in it."""
+        if self.error is not None:
+            return "failed", self.error.line
+        if self._finished:
+            return "stopped", "no worker process is left"
+        if self._turn == self._finishing or self._turn == self._gone:
+            running = self.board.traffic.running + self.board.traffic.queued
+            phase = f"finishing {running} requests" if running and not self._ending else "ending the worker"
+            return ("stopping" if self._stopping else "restarting"), phase
+        if self._turn == self._wait:
+            return "waiting", self.course.last_sentence
+        if self._life is not None:
+            if self._drained and self._life.state in ("ready", "busy"):
+                left = self.board.traffic.running + self.board.traffic.queued
+                return "draining", f"{left} requests left" if left else "no request is left; `applianctl start` resumes"
+            return self._life.state, self._life.sentence_of_trouble or self._life.phase
+        return "preparing", self._preparation.phase if self._preparation else "looking for the model"
+
+    def _gate(self, state: str) -> Gate:
+        if self._drained or self._stopping:
+            return Gate(open=False, reason="draining" if not self._stopping else "stopping", retry_after_s=30)
+        if state in ("ready", "busy") and self._turn == self._living:
+            return Gate(open=True, reason=state, retry_after_s=1)
+        return Gate(open=False, reason=state, retry_after_s=5 if state != "preparing" else 30)
+
+    def _progress(self, state: str, phase: str, now: float) -> tuple[object, ...]:
+        """Changes whenever a start gets on; systemd is asked for more time on nothing else."""
+        prepared = self._preparation.moved if self._preparation else None
+        loaded = self._life.progress if self._life is not None else None
+        # A short wait between two tries is part of the work.
+        waited = now if state == "waiting" and self._until - now < EXTEND_S else None
+        return state, phase, prepared, loaded, waited
+
+    def _idle(self) -> bool:
+        return self.board.traffic.running + self.board.traffic.queued == 0
+
+    def _close(self) -> None:
+        """On every way out: nothing of ours is left running, and the last word is kept."""
+        with contextlib.suppress(Exception):
+            if self._preparation is not None:
+                self._preparation.end()
+            if self._worker is not None:
+                worker_process.end_session(self._worker.pid)
+        if hasattr(self, "door"):
+            self.door.stop(grace_s=1.0)
+        if hasattr(self, "snapshot"):
+            self.snapshot.last_word(self.error, clean=self._finished)
+        self.say(f"failed: {self.error.line}" if self.error else "stopped: no worker process is left")

@@ -1,0 +1,201 @@
+"""Which configuration runs, on which rung, and what a fault changes: the agent's memory put to use.
+
+Joins the operator's wish (settings, model), the record, the pure rules of `trial` and `recovery`, and the plan. Does
+not: start or end anything. Rules: what is wanted is looked at anew before each worker start, so that a removed model or
+a repaired one counts at once; while a wanted configuration is known to fail, the last good one is served and status
+says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from appliance import record, trial
+from appliance.directories import Directories
+from appliance.faults import Fault
+from appliance.jobs import find_worker_python, worker_contract
+from appliance.library import active_name
+from appliance.node import Node, read_node
+from appliance.plan import Rung
+from appliance.provision import Order
+from appliance.recovery import Step, next_step
+from appliance.settings import Parsed, Settings, to_dict
+from appliance.store import Store
+from appliance.trial import Candidate, Choice, Pass, TrialView
+
+
+class Course:
+    """Made once an agent. Times are wall clock seconds."""
+
+    def __init__(self, *, directories: Directories, env: Mapping[str, str], say: Callable[[str], None],
+                 now: float) -> None:
+        self.directories = directories
+        self.env = env
+        self.say = say
+        self.record = record.load(directories.state)
+        self.choice: Choice | None = None
+        self.rung: Rung | None = None
+        self.last_sentence = ""
+        self.ladder: tuple[str, ...] = ("full",)
+        self._repair = ""
+        self._said = ""
+        self._parsed: Parsed | None = None
+        self._wanted: tuple[object, ...] = ()
+        if self.record.warning:
+            say(self.record.warning)
+
+    # ---- what is wanted --------------------------------------------------------------------------------------------
+
+    def want(self, parsed: Parsed) -> bool:
+        """Take the operator's wish; true when it asks for another worker than before. Raises ConfigError when there is
+        no worker."""
+        python = find_worker_python(parsed.settings)
+        self._parsed = parsed
+        name = active_name(parsed, self.directories)
+        before = self._wanted
+        self._wanted = (name, self._digest(name), python, tuple(trial.worker_settings(parsed.settings).items()))
+        return str(before) != str(self._wanted)
+
+    @property
+    def parsed(self) -> Parsed:
+        assert self._parsed is not None
+        return self._parsed
+
+    @property
+    def settings(self) -> Settings:
+        """The settings in force: the operator's, with the served candidate's in the places that reach the worker."""
+        if self.choice is None:
+            return self.parsed.settings
+        return trial.served_settings(self.parsed.settings, self.choice.candidate)
+
+    @property
+    def model(self) -> str:
+        return self.choice.candidate.model if self.choice else str(self._wanted[0])
+
+    @property
+    def worker_python(self) -> str:
+        return self.choice.candidate.worker_python if self.choice else str(self._wanted[2])
+
+    def order(self) -> Order:
+        """What must be made present for the next start. Raises ConfigError when the worker cannot be asked."""
+        name = str(self._wanted[0])
+        self._choose(self._digest(name))
+        assert self.choice is not None
+        repair, self._repair = self._repair, ""
+        candidate = self.choice.candidate
+        return Order(
+            model=candidate.model, digest=candidate.digest if self._is_fallback() else None,
+            settings=to_dict(self.settings), repair=repair,
+            directories={key: str(path) for key, path in dataclasses.asdict(self.directories).items()},
+            worker_python=candidate.worker_python)
+
+    def provisioned(self, digest: str, *, now: float) -> bool:
+        """The model is present as this object. False when that makes another configuration the one to serve."""
+        if not self._is_fallback():
+            self._choose(digest)
+            if self._is_fallback():
+                return False
+        choice = self.choice
+        assert choice is not None
+        if choice.sentence and choice.sentence != self._said:
+            self._said = choice.sentence
+            self.say(choice.sentence)
+        if not choice.on_trial:
+            self.record.end_trial()
+            return True
+        self.record.begin_trial(choice.candidate, choice.sentence, now=now)
+        refusal = trial.start_refusal(self.record.trial) if self.record.trial else None
+        if refusal and choice.fallback is not None:
+            self.record.fail_trial(choice.candidate, refusal, now=now)
+            return False
+        return True
+
+    def plan(self) -> tuple[Node, Rung]:
+        """Plan the served candidate on this node now. Raises what the plan refuses."""
+        assert self.choice is not None
+        candidate = self.choice.candidate
+        parsed = Parsed(settings=self.settings, warnings=(), sources={"model": "the agent"})
+        node = read_node(parsed, self.directories, candidate.worker_python, env=self.env, model_name=candidate.model,
+                         digest=candidate.digest)
+        if refusal := node.plan.refused:
+            raise refusal.error()
+        self.ladder = tuple(rung.id for rung in node.plan.rungs)
+        self.record.enter(
+            record.situation(fingerprint=node.plan.fingerprint, candidate_id=candidate.id,
+                             ceiling_bytes=node.plan.ceiling_bytes), ladder=self.ladder, now=time.time())
+        self.record.trial_started()
+        wanted = self.record.rung.id
+        self.rung = next((rung for rung in node.plan.rungs if rung.id == wanted), node.plan.full)
+        return node, self.rung
+
+    # ---- what happens ----------------------------------------------------------------------------------------------
+
+    def fault(self, fault: Fault, *, answered_s: float, now: float) -> Step:
+        """Remember the fault, decide, remember the decision."""
+        candidate = self.choice.candidate if self.choice else None
+        on_trial = self.choice is not None and self.choice.on_trial
+        good = self.choice is not None and self.choice.fallback is not None
+        self.record.note_fault(fault, now=now, answered_s=answered_s, candidate_id=candidate.id if candidate else "")
+        step = next_step(self.record.past(), fault, now=now, ladder=self.ladder, on_trial=on_trial, good_available=good)
+        self.record.take(step, fault, now=now)
+        if step.action == "roll-back" and candidate is not None:
+            self.record.fail_trial(candidate, fault.exception().line, now=now)
+        self._repair = step.repair
+        self.last_sentence = step.sentence
+        return step
+
+    def ready(self, now: float) -> None:
+        self.last_sentence = ""
+        if self.choice is not None and self.choice.on_trial:
+            self.record.trial_ready(now=now)
+
+    def judge(self, answered_s: float, now: float) -> bool:
+        """Look at the trial, where there is one. True when it has failed and something else must be started."""
+        if self.choice is None or not self.choice.on_trial or self.record.trial is None:
+            return False
+        view = TrialView(trial=self.record.trial, answered_s=answered_s, trial_s=self.parsed.settings.trial_s)
+        found = trial.judge(view)
+        if found is None:
+            return False
+        candidate = self.choice.candidate
+        if isinstance(found, Pass):
+            self.record.keep(candidate, f"{candidate.title} is kept: {found.sentence}", now=now)
+            self.choice = dataclasses.replace(self.choice, on_trial=False, sentence="")
+            self.say(f"kept: {found.sentence}")
+            return False
+        self.record.fail_trial(candidate, found.sentence, now=now)
+        self.say(f"rolled back: {found.sentence}")
+        return True
+
+    def reset(self, now: float) -> None:
+        self.record.reset(now=now)
+
+    def roll_back(self, now: float) -> str | None:
+        return self.record.roll_back(now=now)
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _digest(self, name: str) -> str:
+        return Store(self.directories.store).names().get(name, "")
+
+    def _is_fallback(self) -> bool:
+        """Whether something else than what is wanted is served."""
+        assert self.choice is not None
+        return not self.choice.on_trial and bool(self.choice.sentence)
+
+    def _choose(self, digest: str) -> None:
+        name, python = str(self._wanted[0]), str(self._wanted[2])
+        said = worker_contract(python, env=self.env)["versions"]
+        versions = {key: str(value) for key, value in said.items() if value}
+        wanted: Candidate = trial.candidate(
+            model=name, digest=digest, settings=trial.worker_settings(self.parsed.settings), worker_python=python,
+            versions=versions)
+        good = self.record.good
+        if good is not None and not Store(self.directories.store).has(good.digest):
+            good = None  # its model was removed: nothing to go back to
+        if good is not None and not Path(good.worker_python).exists():
+            good = None
+        self.choice = trial.choose(wanted, good, self.record.failed)

@@ -1,0 +1,150 @@
+"""What the agent does between two worker lives: prepare the model, wait, end the old worker. None of it waits.
+
+`Preparation` is a child (appliance.provision) whose events are read as they come; `Ending` asks a worker to end, and
+kills what is left after its grace. Neither decides what comes next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from appliance.errors import ApplianceError, TransientError, by_exit_code
+from appliance.provision import Order
+from appliance.supervisor.worker import WorkerTree
+
+SILENCE_S = 900.0
+"""A preparation that says nothing for so long is ended."""
+LONGEST_LINE = 1 << 20
+PHASES = {
+    "checking": "checking the source",
+    "waiting": "waiting: another process adds the same model",
+    "preparing": "laying the weights out for the kernels",
+    "reading": "reading the source",
+    "quantizing": "quantizing",
+    "writing": "writing the last files",
+    "storing": "checking and storing",
+    "clearing": "clearing the compile cache",
+    "verifying": "verifying the stored weights",
+}
+
+
+class Preparation:
+    """The child that makes the model present. `phase` and `progress` follow its events; `moved`: when one came last."""
+
+    def __init__(self, order: Order, *, env: Mapping[str, str], now: float) -> None:
+        self.phase = "looking for the model"
+        self.progress: dict[str, Any] | None = None
+        self.moved = now
+        self.result: dict[str, Any] | None = None
+        self.error: ApplianceError | None = None
+        self._said: dict[str, Any] = {}
+        self._pending = b""
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the child is reaped
+        own = {name: value for name, value in env.items() if not name.startswith(("NOTIFY_", "WATCHDOG_"))}
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "appliance.provision"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self._stderr, env=own, start_new_session=True)
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._child.stdin.write(order.text().encode())
+            self._child.stdin.close()
+        os.set_blocking(self._child.stdout.fileno(), False)
+
+    @property
+    def done(self) -> bool:
+        return self.result is not None or self.error is not None
+
+    def tick(self, now: float) -> None:
+        """Read what it said; afterwards `done` tells whether it ended."""
+        ended = self._child.poll()
+        self._read(now)
+        if ended is None:
+            if now - self.moved > SILENCE_S:
+                self.end()
+                self.error = TransientError("preparing the model hangs", why=f"no word for {SILENCE_S:.0f} s",
+                                            do="look at the disk")
+            return
+        if ended == 0 and "result" in self._said:
+            self.result = self._said["result"].get("report") or {}
+        else:
+            self.error = self._failure(ended)
+        self._close()
+
+    def end(self) -> None:
+        """End it and all it started; nothing half-done is kept. Waits at most seconds."""
+        if self._child.poll() is None:
+            self._child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(timeout=10)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._child.pid, signal.SIGKILL)
+            self._child.wait()
+        self._close()
+
+    def _read(self, now: float) -> None:
+        assert self._child.stdout is not None
+        while not self._child.stdout.closed:
+            try:
+                block = os.read(self._child.stdout.fileno(), 1 << 16)
+            except BlockingIOError:
+                return
+            if not block:
+                return
+            self.moved = now
+            *lines, self._pending = (self._pending + block).split(b"\n")
+            self._pending = self._pending[-LONGEST_LINE:]
+            for line in lines:
+                self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            event = json.loads(line)
+            kind = event["event"]
+        except (ValueError, TypeError, KeyError):
+            return
+        if kind in ("result", "error"):
+            self._said[kind] = event
+        elif kind == "phase":
+            phase = str(event.get("phase", ""))
+            self.phase, self.progress = PHASES.get(phase, phase), None
+        elif kind == "progress":
+            self.progress = {"done": event.get("done_bytes"), "total": event.get("total_bytes"),
+                             "item": str(event.get("item", ""))[:120]}
+
+    def _failure(self, code: int) -> ApplianceError:
+        said = self._said.get("error")
+        if said is not None and code > 0:
+            return by_exit_code(code)(str(said.get("what")), why=str(said.get("why", "")), do=str(said.get("do", "")))
+        self._stderr.seek(0)
+        lines = self._stderr.read(1 << 20).decode("utf-8", "replace").strip().splitlines()
+        why = f"signal {-code}" if code < 0 else (lines[-1][:300] if lines else f"exit code {code}")
+        return TransientError("preparing the model failed", why=why, do="see the journal")
+
+    def _close(self) -> None:
+        for stream in (self._child.stdout, self._stderr):
+            if stream is not None:
+                stream.close()
+
+
+class Ending:
+    """A worker on its way out: asked to end at once, killed after `grace_s`. `done` when none of it is left."""
+
+    def __init__(self, worker: WorkerTree, *, now: float, grace_s: float) -> None:
+        self.worker = worker
+        self.until = now + grace_s
+        self.done = False
+        if grace_s > 0:
+            worker.ask_to_end()
+
+    def tick(self, now: float) -> None:
+        if now >= self.until or self.worker.status() is not None:
+            self.done = self.worker.kill()

@@ -1,0 +1,236 @@
+"""PURE: a new model, setting or worker version is on trial until it has proved itself; else the last good one serves.
+
+    candidate    what would be served: model digest, the settings that reach the worker, the worker and its versions
+    choose       wanted, last good, failed ones -> which candidate to serve, and whether it is on trial
+    judge        the verdicts over a running trial -> Pass, Fail or None (not known yet)
+
+Rules:
+
+* A candidate's id says what it is, not what it is called: renaming a model is no change, another byte of it is.
+* One that failed is not tried again while there is a good one to serve instead; it counts as new again as soon as
+  anything about it changes, or after `applianctl reset`.
+* The very first candidate is on trial too; it has nothing to go back to, so its failures are those of the service.
+* The same worker folder with other versions in it cannot be turned back: the last good model and settings are then
+  served by the versions that are there.
+* A trial fails when one verdict fails, and passes when all pass. Whether a fault ends a trial is decided by
+  `appliance.recovery` (`roll-back`).
+* Times are measured durations; wall clocks are kept to be shown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from appliance.settings import Settings, from_tree, to_dict
+
+WORKER_KEYS = ("memory.ceiling", "memory.reserve", "cpu.threads", "cpu.cpus", "context", "max_running", "kernel",
+               "dtype", "compile", "worker.env", "worker.extra_args")
+"""The settings that change what the worker does; all others may change without a trial."""
+MAX_STARTS = 3
+"""Starts of a trial without becoming ready, agent restarts and power cuts included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Made by `candidate`. `id`: 12 hex digits over all but the model's name; `settings`: dotted key -> JSON value."""
+
+    id: str
+    model: str
+    digest: str
+    settings: Mapping[str, Any]
+    worker_python: str
+    versions: Mapping[str, str]
+
+    @property
+    def title(self) -> str:
+        return f"{self.model} ({self.id})"
+
+
+def candidate(*, model: str, digest: str, settings: Mapping[str, Any], worker_python: str,
+              versions: Mapping[str, str]) -> Candidate:
+    """`settings`: of `worker_settings`; `versions`: what the worker says of itself."""
+    what = {"digest": digest, "settings": dict(settings), "worker_python": worker_python, "versions": dict(versions)}
+    text = json.dumps(what, sort_keys=True, separators=(",", ":"))
+    return Candidate(id=hashlib.sha256(text.encode()).hexdigest()[:12], model=model, digest=digest,
+                     settings=json.loads(text)["settings"], worker_python=worker_python, versions=dict(versions))
+
+
+def to_json(what: Candidate) -> dict[str, Any]:
+    return dataclasses.asdict(what)
+
+
+def from_json(tree: Any) -> Candidate | None:
+    """The candidate that `to_json` wrote; None for anything else. The id is computed anew, never believed."""
+    try:
+        return candidate(model=str(tree["model"]), digest=str(tree["digest"]), settings=dict(tree["settings"]),
+                         worker_python=str(tree["worker_python"]),
+                         versions={str(k): str(v) for k, v in dict(tree["versions"]).items()})
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def worker_settings(settings: Settings) -> dict[str, Any]:
+    """The part of the settings that reaches the worker, as dotted key -> value."""
+    return {key: _get(to_dict(settings), key) for key in WORKER_KEYS}
+
+
+def served_settings(settings: Settings, what: Candidate) -> Settings:
+    """The operator's settings with those of a candidate in the places that reach the worker. Raises ConfigError when
+    the candidate's values cannot be read any more."""
+    tree = to_dict(settings)
+    for key in WORKER_KEYS:
+        _set(tree, key, what.settings.get(key))
+    _set(tree, "model", what.model)
+    _set(tree, "worker.python", what.worker_python)
+    return from_tree(tree, origin="the last good configuration")
+
+
+def difference(old: Candidate, new: Candidate) -> str:
+    """What changed between two candidates, as `name: old -> new` parts on one line."""
+    parts = []
+    if old.digest != new.digest:
+        parts.append(f"model: {old.model} ({old.digest[:12]}) -> {new.model} ({new.digest[:12]})")
+    for key in WORKER_KEYS:
+        if old.settings.get(key) != new.settings.get(key):
+            parts.append(f"{key}: {_shown(old.settings.get(key))} -> {_shown(new.settings.get(key))}")
+    if old.worker_python != new.worker_python:
+        parts.append(f"worker: {old.worker_python} -> {new.worker_python}")
+    for name in sorted(old.versions.keys() | new.versions.keys()):
+        if old.versions.get(name) != new.versions.get(name):
+            parts.append(f"{name}: {old.versions.get(name, 'none')} -> {new.versions.get(name, 'none')}")
+    return "; ".join(parts)
+
+
+# ---- which one is served ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """`fallback`: what to roll back to, or None; `sentence`: why this one, empty when it is simply the wanted one."""
+
+    candidate: Candidate
+    on_trial: bool
+    sentence: str
+    fallback: Candidate | None = None
+
+
+def choose(wanted: Candidate, good: Candidate | None, failed: Mapping[str, str]) -> Choice:
+    """`failed`: id -> the reason for which that candidate was given up."""
+    fallback = _available(wanted, good, failed)
+    if good is not None and wanted.id == good.id:
+        return Choice(candidate=wanted, on_trial=False, sentence="")
+    if wanted.id not in failed:
+        change = difference(good, wanted) if good else ""
+        return Choice(candidate=wanted, on_trial=True, fallback=fallback,
+                      sentence=f"on trial: {change}" if change else "on trial: the first configuration of this node")
+    if fallback is None:
+        return Choice(candidate=wanted, on_trial=True,
+                      sentence=f"on trial again, because nothing else is known to be good; before: {failed[wanted.id]}")
+    return Choice(candidate=fallback, on_trial=False,
+                  sentence=f"serving the last good configuration, not the wanted one ({difference(fallback, wanted)}): "
+                           f"{failed[wanted.id]}")
+
+
+def _available(wanted: Candidate, good: Candidate | None, failed: Mapping[str, str]) -> Candidate | None:
+    """The good candidate as it can be served now; None when that is the wanted one itself, or has failed since."""
+    if good is None:
+        return None
+    if good.worker_python == wanted.worker_python and good.versions != wanted.versions:
+        good = candidate(model=good.model, digest=good.digest, settings=good.settings,
+                         worker_python=good.worker_python, versions=wanted.versions)
+    return None if good.id == wanted.id or good.id in failed else good
+
+
+# ---- the trial -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """`began_at`, `ready_at`: wall clock, to be shown; `attempts`: starts since it was ready last."""
+
+    candidate: Candidate
+    began_at: float
+    ready_at: float | None = None
+    attempts: int = 0
+
+    def started(self) -> Trial:
+        return dataclasses.replace(self, attempts=self.attempts + 1, ready_at=None)
+
+    def ready(self, now: float) -> Trial:
+        return dataclasses.replace(self, attempts=0, ready_at=now)
+
+
+def start_refusal(trial: Trial) -> str | None:
+    """Why a trial must not be started once more: it has had its starts. None when it may."""
+    if trial.attempts >= MAX_STARTS:
+        return f"it was started {trial.attempts} times and did not become ready"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialView:
+    """What verdicts judge. `answered_s`: how long the present worker has answered without a fault, 0 while it does not;
+    `trial_s`: the setting; `measured`: figures of later verdicts (speed)."""
+
+    trial: Trial
+    answered_s: float
+    trial_s: float
+    measured: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    sentence: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fail:
+    sentence: str
+
+
+Verdict = Callable[[TrialView], Pass | Fail | None]
+
+
+def health(view: TrialView) -> Pass | Fail | None:
+    """Passes once the worker has answered for `trial_s` without a fault; with 0 s at its first answer."""
+    if view.trial.ready_at is None:
+        return None
+    if view.answered_s >= view.trial_s:
+        return Pass(sentence=f"it has answered for {view.answered_s:.0f} s without a fault")
+    return None
+
+
+VERDICTS: tuple[Verdict, ...] = (health,)
+
+
+def judge(view: TrialView, verdicts: Sequence[Verdict] = VERDICTS) -> Pass | Fail | None:
+    """One failure fails; a pass needs all of them; else None: go on."""
+    found = [verdict(view) for verdict in verdicts]
+    for one in found:
+        if isinstance(one, Fail):
+            return one
+    passed = [one for one in found if isinstance(one, Pass)]
+    return Pass(sentence="; ".join(one.sentence for one in passed)) if len(passed) == len(found) else None
+
+
+def _get(tree: Mapping[str, Any], dotted: str) -> Any:
+    value: Any = tree
+    for part in dotted.split("."):
+        value = value[part]
+    return value
+
+
+def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    *groups, last = dotted.split(".")
+    for part in groups:
+        tree = tree[part]
+    tree[last] = value
+
+
+def _shown(value: Any) -> str:
+    return "planned" if value is None else json.dumps(value)
