@@ -72,6 +72,14 @@ def ask(path: Path, method: str, route: str, body: Mapping[str, Any] | None = No
         raise unreachable(path, error) from None
 
 
+def command(path: Path, name: str) -> None:
+    """Hand a command (`appliance.board.COMMANDS`) to the running agent. Raises NotReachable when none takes it."""
+    answer = ask(path, "POST", f"/control/{name}", {})
+    if answer.status not in (200, 202):
+        raise NotReachable(f"the agent refused `{name}`", why=f"status {answer.status}: {answer.message()}",
+                           do="run `applianctl status`")
+
+
 def unreachable(path: Path, error: Exception) -> NotReachable:
     """What an OSError on the agent's socket means."""
     if isinstance(error, PermissionError):

@@ -20,7 +20,7 @@ from typing import Any
 
 from appliance import disk
 from appliance.errors import ConfigError
-from appliance.settings import KEYS, parse
+from appliance.settings import KEYS, from_tree, parse
 
 HEADER = """\
 # Configuration of the appliance; every key and its default: docs/configuration.md
@@ -78,17 +78,16 @@ def edited(text: str, changes: Mapping[str, Any], *, origin: str = "appliance.ya
         if value is not None:
             KEYS[key](key, value, origin)
     before = parse(text, origin=origin)
-    new = text
-    after = None
+    wanted = {key: _value(before, key) for key in before.sources}
+    for key, value in changes.items():
+        wanted[key] = None if value is None else KEYS[key](key, value, origin)
+    wanted = {key: value for key, value in wanted.items() if value is not None}
+    from_tree(_tree(wanted), origin=origin)  # raises what is wrong with the whole, such as one half of a pair
+    new, after = text, None
     with contextlib.suppress(yaml.YAMLError, ConfigError, LookupError, AttributeError, TypeError):
         for key, value in changes.items():
             new = _changed(new, key.split("."), value)
         after = parse(new, origin=origin)
-    wanted = {key: _value(before, key) for key in before.sources} | {
-        key: KEYS[key](key, value, origin) for key, value in changes.items() if value is not None}
-    for key, value in changes.items():
-        if value is None:
-            wanted.pop(key, None)
     if after is None or {key: _value(after, key) for key in after.sources} != wanted:
         raise ConfigError(f"{origin} cannot be changed by a program", why="its YAML is written in an unusual way",
                           do=f"set {', '.join(changes)} by hand")
@@ -113,9 +112,11 @@ def _changed(text: str, parts: list[str], value: Any) -> str:
     """One key changed in the text itself, at the place where the YAML parser saw it: not a byte more."""
     import yaml
 
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
     if root is None:
         return text if value is None else _ends_in_newline(text) + _lines(parts, value, indent=0)
+    if root.flow_style:  # the whole file in braces, as JSON is
+        return _flow(_tree_changed(yaml.safe_load(text), parts, value)) + "\n"
     key, found = _entry(root, parts[0])
     if len(parts) == 1 or found is None or (isinstance(found, yaml.ScalarNode) and not found.value):
         inner, at = (value, key) if len(parts) == 1 else ({parts[1]: value}, key)
@@ -131,9 +132,7 @@ def _changed(text: str, parts: list[str], value: Any) -> str:
         if len(found.value) == 1:
             return _without(text, key, found)
     if found.flow_style:
-        group = yaml.safe_load(text)[parts[0]]
-        rest = {name: one for name, one in group.items() if name != parts[1]}
-        return _replaced(text, key, found, rest if value is None else {**rest, parts[1]: value})
+        return _replaced(text, key, found, _tree_changed(yaml.safe_load(text), parts, value)[parts[0]])
     if value is None:
         return _without(text, inner_key, inner_value)
     if inner_key is not None:
@@ -141,6 +140,14 @@ def _changed(text: str, parts: list[str], value: Any) -> str:
     last = text.find("\n", _end(found))
     head, tail = (text, "") if last < 0 else (text[: last + 1], text[last + 1 :])
     return _ends_in_newline(head) + _lines(parts[1:], value, indent=found.value[0][0].start_mark.column) + tail
+
+
+def _tree_changed(tree: dict[str, Any], parts: list[str], value: Any) -> dict[str, Any]:
+    head, *rest = parts
+    new = _tree_changed(tree.get(head) or {}, rest, value) if rest else value
+    if new is None or (rest and not new):
+        return {key: one for key, one in tree.items() if key != head}
+    return {**tree, head: new}
 
 
 def _entry(mapping: Any, name: str) -> tuple[Any, Any]:
@@ -188,6 +195,18 @@ def _flow(value: Any) -> str:
 
 def _ends_in_newline(text: str) -> str:
     return text if not text or text.endswith("\n") else text + "\n"
+
+
+def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as the tree that a file holds."""
+    tree: dict[str, Any] = {}
+    for dotted, value in values.items():
+        *groups, last = dotted.split(".")
+        place = tree
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[last] = list(value) if isinstance(value, tuple) else value
+    return tree
 
 
 def _value(parsed: Any, dotted: str) -> Any:

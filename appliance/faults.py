@@ -137,7 +137,9 @@ VERDICTS: dict[str, tuple[str, str, str]] = {
 
 ENGINE_GONE = "its engine process ended without a word, as one that is killed does"
 ENGINE_ENDED = re.compile(r"EngineDeadError|engine core exited unexpectedly|Failed core proc")
-LOG_SIGNAL = re.compile(r"died unexpectedly \(exit code: -(\d+)\)|Failed core proc\(s\): \{'[^']*': -(\d+)")
+LOG_SIGNAL = re.compile(
+    r"(?:died unexpectedly|Engine process \S+ ended) \(exit code: -(\d+)\)|Failed core proc\(s\): \{'[^']*': -(\d+)")
+"""Of vLLM's executor, of our engine process (`vllm_plugin.engine`), and of vLLM while it starts."""
 RULES: tuple[tuple[str, str, str, str], ...] = (
     # pattern in the log, fault, why, do
     (r"[Aa]ddress already in use",

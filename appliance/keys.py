@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from appliance import disk
-from appliance.errors import ConfigError, StoreError
+from appliance.errors import ConfigError, StoreError, UsageError
 
 PREFIX = "sk-appl-"
 FILE = "keys.json"
@@ -82,8 +82,10 @@ class KeyRing:
         except FileNotFoundError:
             return ()
         except (OSError, ValueError) as error:
-            raise StoreError(f"the API keys in {self.file} cannot be read", why=str(error),
-                             do="correct the file, or remove it and make new keys") from None
+            forbidden = isinstance(error, PermissionError)
+            do = "use sudo" if forbidden else "correct the file, or remove it and make new keys"
+            why = getattr(error, "strerror", None) or str(error)
+            raise StoreError(f"the API keys in {self.file} cannot be read", why=why, do=do) from None
 
     def new(self, name: str) -> tuple[str, str]:
         """Make a key; returns its id and the key, which is nowhere else. Raises StoreError."""
@@ -98,17 +100,20 @@ class KeyRing:
         return made.id, secret
 
     def revoke(self, key_id: str) -> Key:
-        """Remove one key, named by its id. Raises ConfigError when there is none of that id, and StoreError."""
+        """Remove one key, named by its id. Raises UsageError when there is none of that id, and StoreError."""
         with self._changing() as keys:
             for key in keys:
                 if key.id == key_id:
                     keys.remove(key)
                     return key
-            raise ConfigError(f"there is no API key {key_id}", do="see `applianctl key list`")
+            raise UsageError(f"there is no API key {key_id}", do="see `applianctl key list`")
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[MutableSequence[Key]]:
-        with disk.mapped(f"cannot write the API keys to {self.file}", self.file.parent):
+        what = f"cannot write the API keys to {self.file}"
+        if self.file.parent.exists() and not os.access(self.file.parent, os.W_OK):
+            raise StoreError(what, why="the folder is not this account's", do="use sudo")
+        with disk.mapped(what, self.file.parent):
             self.file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
             with disk.locked(self.file.parent):
                 keys = [*self.list()]

@@ -81,9 +81,12 @@ def refuse_early(parsed: Parsed, directories: Directories, worker_python: str, *
     """Raise what this machine or these settings refuse whatever the model is, before a model is quantized for them."""
     contract = worker_contract(worker_python, env=env)
     host = read_host("/", store=directories.store)
+    missing = software_refusal(host)
+    if missing and host.software.executable_mappings is False:
+        raise missing  # first: it also keeps the CPU from being asked, which would be refused as unknown
     if refusal := early_refusal(host, parsed.settings, kernels=tuple(contract["kernels"])):
         raise refusal.error()
-    if missing := software_refusal(host):
+    if missing:
         raise missing
 
 
@@ -103,12 +106,12 @@ def _without_own_worker(host: HostFacts, directories: Directories) -> HostFacts:
 
 def software_refusal(host: HostFacts) -> ConfigError | None:
     """What is missing on this machine that vLLM would only notice late, or as a crash."""
+    if host.software.executable_mappings is False:
+        return ConfigError("executable memory is forbidden", why="torch generates machine code at run time",
+                           do="remove MemoryDenyWriteExecute=yes from the unit's drop-ins")
     if host.software.libnuma is None:
         return ConfigError("libnuma is missing", why="vLLM's native library cannot be loaded without it",
                            do="run `apt install libnuma1`")
     if host.software.lscpu is None:
         return ConfigError("lscpu is missing", why="vLLM asks it for the CPUs", do="run `apt install util-linux`")
-    if host.software.executable_mappings is False:
-        return ConfigError("executable memory is forbidden", why="torch generates machine code at run time",
-                           do="remove MemoryDenyWriteExecute=yes from the unit's drop-ins")
     return None

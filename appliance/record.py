@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance import disk, trial
+from appliance.errors import StoreError
 from appliance.faults import Fault
 from appliance.recovery import Happened, Past, Step
 from appliance.trial import Candidate, Trial
@@ -169,19 +170,31 @@ class Record:
         self.failed[candidate.id] = reason[:SENTENCE]
         self.note(event, reason, candidate.id, now=now)
 
-    def roll_back(self, *, now: float) -> str | None:
-        """By hand: give up the trial, or the good one for the one before it. The reason when there is nothing to go
-        back to."""
-        reason = "rolled back by the operator"
-        if self.trial is not None and self.good is not None:
-            self.fail_trial(self.trial.candidate, reason, now=now)
+    def roll_back_refusal(self) -> str | None:
+        """Why there is nothing to go back to; None when there is."""
+        if self.good is not None and (self.trial is not None or (self.previous is not None and not self._went_back())):
             return None
-        if self.trial is None and self.good is not None and self.previous is not None:
+        if self.good is not None and self._went_back():
+            return "the last good configuration is served already; choose another with `applianctl apply`"
+        return "no earlier configuration is known to be good"
+
+    def roll_back(self, *, now: float) -> str | None:
+        """By hand: give up the trial, or the good one for the one before it. The reason when that is not possible."""
+        if refusal := self.roll_back_refusal():
+            return refusal
+        reason = "rolled back by the operator"
+        if self.trial is not None:
+            self.fail_trial(self.trial.candidate, reason, now=now)
+        elif self.good is not None and self.previous is not None:
             given_up, self.good, self.previous = self.good, self.previous, None
             self.failed.pop(self.good.id, None)
             self.fail_trial(given_up, reason, now=now)
-            return None
-        return "no earlier configuration is known to be good"
+        return None
+
+    def _went_back(self) -> bool:
+        """Whether the latest change was the way back to the good configuration."""
+        changes = [one["event"] for one in self.history if one["event"] in ("trial", "kept", "rolled-back", "reset")]
+        return changes[-1:] == ["rolled-back"]
 
     def reset(self, *, now: float) -> None:
         """Forget rungs, failed candidates and faults; the good configuration, the totals and the history stay."""
@@ -242,9 +255,9 @@ class Record:
             del self.rungs[key]
 
 
-def load(state: Path) -> Record:
+def load(state: Path, *, keep: bool = False) -> Record:
     """Read the record of this state folder; an empty one when there is none. Never raises: what is wrong is in
-    `warning`."""
+    `warning`. `keep`: only look, and leave a file that cannot be read where it is."""
     path = state / FILE
     try:
         with open(path, "rb") as file:
@@ -259,10 +272,18 @@ def load(state: Path) -> Record:
         return _read(path, json.loads(data))
     except (ValueError, ArithmeticError, KeyError, TypeError, AttributeError, RecursionError):
         aside = path.with_name(f"{FILE}.bad")
+        if keep:
+            return Record(path=path, warning=f"{path} is not readable")
         with contextlib.suppress(OSError):
             path.replace(aside)
         return Record(path=path, warning=f"{path} was not readable and is kept as {aside.name}: "
                                          "rungs, trials and history begin anew")
+
+
+def check_written(known: Record) -> None:
+    """For commands, which unlike the service cannot go on without it: raise StoreError when it is not in the file."""
+    if known.problem:
+        raise StoreError("the record cannot be changed", why=known.problem, do="check the disk and the file's owner")
 
 
 def _read(path: Path, tree: Any) -> Record:

@@ -91,18 +91,21 @@ def served_settings(settings: Settings, what: Candidate) -> Settings:
 
 
 def difference(old: Candidate, new: Candidate) -> str:
-    """What changed between two candidates, as `name: old -> new` parts on one line."""
+    """What changed between two candidates, as `name: old -> new` parts on one line. It is shown to everybody, so of the
+    worker's environment only the names: a value may be a secret."""
     parts = []
     if old.digest != new.digest:
         parts.append(f"model: {old.model} ({old.digest[:12]}) -> {new.model} ({new.digest[:12]})")
     for key in WORKER_KEYS:
-        if old.settings.get(key) != new.settings.get(key):
+        if key == "worker.env":
+            names = _differing(old.settings.get(key) or {}, new.settings.get(key) or {})
+            parts += [f"{key}: other value of {', '.join(names)}"] if names else []
+        elif old.settings.get(key) != new.settings.get(key):
             parts.append(f"{key}: {_shown(old.settings.get(key))} -> {_shown(new.settings.get(key))}")
     if old.worker_python != new.worker_python:
         parts.append(f"worker: {old.worker_python} -> {new.worker_python}")
-    for name in sorted(old.versions.keys() | new.versions.keys()):
-        if old.versions.get(name) != new.versions.get(name):
-            parts.append(f"{name}: {old.versions.get(name, 'none')} -> {new.versions.get(name, 'none')}")
+    for name in _differing(old.versions, new.versions):
+        parts.append(f"{name}: {old.versions.get(name, 'none')} -> {new.versions.get(name, 'none')}")
     return "; ".join(parts)
 
 
@@ -230,6 +233,10 @@ def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
     for part in groups:
         tree = tree[part]
     tree[last] = value
+
+
+def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
 
 
 def _shown(value: Any) -> str:

@@ -29,10 +29,14 @@ class Application:
     @cached_property
     def parsed(self) -> Parsed:
         """Settings with their sources and warnings; warnings are printed once. Raises ConfigError."""
-        parsed = settings_module.overlay(self._file(), env=self.env, flags=self.flags)
+        parsed = self.read_settings()
         for warning in parsed.warnings:
             click.echo(f"applianctl: warning: {warning}", err=True)
         return parsed
+
+    def read_settings(self) -> Parsed:
+        """The same without a word. Raises ConfigError."""
+        return settings_module.overlay(self._file(), env=self.env, flags=self.flags)
 
     @property
     def settings(self) -> Settings:
@@ -54,6 +58,22 @@ class Application:
     @cached_property
     def config_path(self) -> Path:
         return Path(self.config_file or self.env.get("APPLIANCE_CONFIG") or DEFAULT_CONFIG)
+
+    def become_owner(self) -> None:
+        """As root: become the account that owns the service's state, for good, so that no file there is ever root's.
+
+        Call it before the first write to state or store, and after what only root may do (the configuration file).
+        """
+        places = self.directories  # chosen as root; they stay the ones that are meant
+        self.service  # noqa: B018  # likewise
+        if os.geteuid() != 0:
+            return
+        for folder in (places.state, places.store):
+            if folder.exists():
+                owner = folder.stat()
+                if owner.st_uid != 0:
+                    _become(owner.st_uid, owner.st_gid)
+                return
 
     def worker_python(self) -> str:
         """Path of the worker's interpreter. Raises ConfigError when there is none."""
@@ -86,3 +106,15 @@ class Application:
             why = getattr(error, "strerror", None) or "not UTF-8 text"
             raise ConfigError(f"{self.config_path} cannot be read", why=why, do="check its owner and mode") from None
         return settings_module.parse(text, origin=str(self.config_path))
+
+
+def _become(uid: int, gid: int) -> None:
+    """Give up root: groups first, the user last, because the order back is closed by each step."""
+    import pwd
+
+    try:
+        os.initgroups(pwd.getpwuid(uid).pw_name, gid)
+    except KeyError:  # a uid without a passwd entry has no other groups
+        os.setgroups([gid])
+    os.setgid(gid)
+    os.setuid(uid)

@@ -31,9 +31,11 @@ limited = click.option("--timeout", type=click.FloatRange(min=0), default=1800.0
 @limited
 @click.pass_obj
 def start(app: Application, wait: bool, timeout: float) -> None:
-    """Start the service; clears a start limit that was hit."""
+    """Start the service; clears a start limit that was hit, and ends a drain."""
     running, managed = _service(app)
-    if running is not None:
+    if running is not None and running.get("state") == "draining":
+        _command(app, "resume")
+    elif running is not None:
         click.echo(f"running already: {status.clean(running['sentence'])}")
     elif managed is None:
         raise NotReachable("no systemd unit manages the service here", do="run `applianctl serve` in the foreground")
@@ -121,11 +123,7 @@ def _service(app: Application) -> tuple[dict[str, Any] | None, unit.Unit | None]
 
 
 def _command(app: Application, name: str) -> None:
-    """Hand a command to the running agent. Raises NotReachable when none takes it."""
-    answer = client.ask(app.agent_socket, "POST", f"/control/{name}", {})
-    if answer.status not in (200, 202):
-        raise NotReachable(f"the agent refused `{name}`", why=f"status {answer.status}: {answer.message()}",
-                           do="run `applianctl status`")
+    client.command(app.agent_socket, name)
 
 
 def _ask_to_stop(app: Application, running: dict[str, Any]) -> None:

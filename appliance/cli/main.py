@@ -38,6 +38,12 @@ SECTIONS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
     )),
     ("Settings", (
         ("config", "appliance.cli.config:config", "Show or check the settings in force."),
+        ("apply", "appliance.cli.apply:apply", "Check and put into force a file, single keys or another model."),
+        ("rollback", "appliance.cli.rollback:rollback", "Serve the last good configuration again."),
+        ("history", "appliance.cli.history:history", "What was tried, kept, rolled back, and the faults."),
+        ("reset", "appliance.cli.reset:reset", "Forget lowered rungs and given up configurations."),
+        ("key", "appliance.cli.key:key", "Make, list and revoke API keys."),
+        ("expose", "appliance.cli.expose:expose", "Serve other machines, with an API key; --off undoes it."),
     )),
 )
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -51,6 +53,11 @@ def add(
     group = int(group_size) if group_size else None
     recipe = library.Recipe(group_size=group, table_bits=int(table_bits) if table_bits else None, ignore=ignore)
     store = Store(app.directories.store)
+    there = Path(source).exists()
+    app.become_owner()
+    if there and not os.access(source, os.R_OK):
+        raise ModelError(f"{source} cannot be read", why=f"models are added as the store's owner, user {os.geteuid()}",
+                         do="let that user read it, or put it below /var/tmp")
     with Progress() as progress:
         added = library.add_model(
             source, name=name, recipe=recipe, store=store, directories=app.directories, worker_python=app.worker_python,
@@ -165,6 +172,7 @@ def remove(app: Application, name: str, force: bool) -> None:
     """Remove a name, and its files when no other name needs them."""
     active = library.active_name(app.parsed, app.directories)
     store = Store(app.directories.store)
+    app.become_owner()
     try:
         running = status.read(app.directories.runtime).get("digest")
     except NotReachable:
@@ -179,13 +187,16 @@ def remove(app: Application, name: str, force: bool) -> None:
 @click.argument("name")
 @_application
 def use(app: Application, name: str) -> None:
-    """Make NAME the model that the next `serve` serves."""
-    library.use(name, store=Store(app.directories.store), directories=app.directories)
-    active = library.active_name(app.parsed, app.directories)
-    click.echo(f"{name}: in use from the next start")
-    if active != name:
-        winner = app.parsed.sources["model"]
-        click.echo(f"applianctl: warning: {winner} sets the model to {active!r} and wins", err=True)
+    """Make NAME the model that is served: at once, on trial, where the service runs; else from its next start."""
+    from appliance.cli import apply
+
+    change = apply.prepare(app, model=name)
+    if not change.lines:
+        click.echo(f"{name}: in use already")
+        return
+    apply.check(app, change)
+    click.echo(f"{name}: in use")
+    apply.put(app, change)
 
 
 def _prepare(app: Application, store: Store, digest: str, on_event: Callable[[Event], None]) -> str | None:

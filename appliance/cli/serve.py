@@ -25,7 +25,7 @@ from appliance.settings import Parsed
 def serve(app: Application, model: str | None, host: str | None, port: str | None, context: str | None,
           threads: str | None, memory: str | None, compiled: bool | None) -> None:
     """Plan, quantize if needed, start and supervise the worker; ready only after it answered. Ctrl-C stops it."""
-    from appliance.directories import ensure
+    from appliance.directories import ensure, from_process
     from appliance.supervisor.agent import Agent
     from appliance.supervisor.journal import Journal
     from appliance.supervisor.notify import Notifier
@@ -35,16 +35,16 @@ def serve(app: Application, model: str | None, host: str | None, port: str | Non
         "cpu.threads": threads, "memory.ceiling": memory, "compile": compiled,
     }
     notifier = Notifier(os.environ)  # before any child could inherit what it takes out of the environment
-    app.flags.update(flags)
 
     def configure() -> Parsed:
         fresh = Application(env=app.env, config_file=app.config_file)
         fresh.flags.update(flags)
         return fresh.parsed
 
-    journal = Journal(ensure(app.directories.state) / "agent.log", began=time.monotonic(),
-                      stamped=not notifier.listening)
-    Agent(configure=configure, directories=app.directories, env=app.env, notifier=notifier, say=journal.say).run()
+    # Without the settings: a wrong configuration must still end with a last word where `status` finds it.
+    directories = from_process(app.env)
+    journal = Journal(ensure(directories.state) / "agent.log", began=time.monotonic(), stamped=not notifier.listening)
+    Agent(configure=configure, directories=directories, env=app.env, notifier=notifier, say=journal.say).run()
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
         return

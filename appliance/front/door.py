@@ -50,7 +50,7 @@ class FrontDoor:
         self._agent_socket = agent_socket
         self._keys = keys
         self._certificates = certificate.Certificates(settings.tls) if settings.tls.cert else None
-        self._loop = asyncio.new_event_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="front-door", daemon=True)
         self._listening = threading.Event()
         self._desk: Desk | None = None
@@ -100,23 +100,20 @@ class FrontDoor:
             return
         self._grace_s = grace_s
         with contextlib.suppress(RuntimeError):  # it ended by itself in this moment
-            self._loop.call_soon_threadsafe(self._ask_stop)
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._ask_stop)
         self._thread.join(grace_s + CALL_S)
         self._agent_socket.unlink(missing_ok=True)
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_until_complete(self._serve())
-        finally:
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
+        asyncio.run(self._serve())
 
     def _ask_stop(self) -> None:
         if self._stop_asked is not None:
             self._stop_asked.set()
 
     async def _serve(self) -> None:
+        loop = self._loop = asyncio.get_running_loop()
         self._stop_asked = asyncio.Event()
         relay = Relay(self._worker_socket)
         desk = self._desk = Desk(settings=self._settings, board=self._board, keys=self._keys, relay=relay)
@@ -124,9 +121,9 @@ class FrontDoor:
         public, own = self._sockets
         tls = self._certificates.context if self._certificates else None
         servers = [
-            await self._loop.create_server(listeners[0], sock=public, ssl=tls, backlog=BACKLOG,
-                                           ssl_handshake_timeout=HANDSHAKE_S if tls else None),
-            await self._loop.create_unix_server(listeners[1], sock=own, backlog=BACKLOG),
+            await loop.create_server(listeners[0], sock=public, ssl=tls, backlog=BACKLOG,
+                                     ssl_handshake_timeout=HANDSHAKE_S if tls else None),
+            await loop.create_unix_server(listeners[1], sock=own, backlog=BACKLOG),
         ]
         self._listening.set()
         try:
@@ -146,8 +143,9 @@ class FrontDoor:
     async def _finish(self, desk: Desk) -> None:
         """Requests in work have the grace; what is left then is ended with a word."""
         desk.stopping = True
-        end = self._loop.time() + self._grace_s
-        while desk.flights and self._loop.time() < end:
+        clock = asyncio.get_running_loop().time
+        end = clock() + self._grace_s
+        while desk.flights and clock() < end:
             self._beat(desk)
             await asyncio.sleep(0.05)
         stopped = Refusal(503, "stopping", "the service was stopped before the answer was complete", retry_after_s=5)
@@ -163,7 +161,7 @@ class FrontDoor:
         """Report, and end what must not go on."""
         if desk.stopping or not self._board.gate.open:
             desk.turn_away()
-        now = self._loop.time()
+        now = asyncio.get_running_loop().time()
         for flight in set(desk.flights):
             if flight.writing_since is not None and now - flight.writing_since > STALLED_S:
                 flight.end(Refusal(408, "client_stalled", "the client took nothing of the answer"))

@@ -17,6 +17,7 @@ import contextlib
 import queue
 import time
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from appliance.board import Board, Command, Gate
 from appliance.directories import AGENT_SOCKET, WORKER_SOCKET, Directories, ensure, sockets
@@ -35,6 +36,9 @@ from appliance.supervisor.signals import as_commands
 from appliance.supervisor.snapshot import Snapshot
 from appliance.supervisor.stages import Ending, Preparation
 from appliance.supervisor.start import start
+
+if TYPE_CHECKING:
+    from appliance.front.door import FrontDoor
 
 STOP_GRACE_S = 10.0
 """What a worker without requests gets between SIGTERM and SIGKILL."""
@@ -56,6 +60,8 @@ class Agent:
         self.notifier = notifier
         self.say = say
         self.board = Board()
+        self.sockets = sockets(directories.runtime)
+        self.door: FrontDoor | None = None
         self.error: ApplianceError | None = None
         self._turn: Callable[[float], None] = self._prepare
         self._after: Callable[[float], None] = self._prepare
@@ -73,10 +79,15 @@ class Agent:
 
     def run(self) -> None:
         """Serve until a signal or a fault that nothing helps. Raises that fault's error; returns after a clean stop."""
-        for folder in (self.directories.state, self.directories.cache, self.directories.runtime):
+        for folder in (self.directories.state, self.directories.cache, self.directories.runtime, self.sockets):
             ensure(folder)
+        if self.notifier.warning:
+            self.say(self.notifier.warning)
         signals = as_commands(self.board.commands.put, service=self.notifier.listening)
         with folders.only_agent(self.directories.runtime), signals:
+            self.course = Course(directories=self.directories, env=self.env, say=self.say)
+            self.snapshot = Snapshot(board=self.board, course=self.course, notifier=self.notifier,
+                                     unit=self.env.get("APPLIANCE_UNIT"))
             try:
                 self._serve()
             except ApplianceError as error:
@@ -95,22 +106,15 @@ class Agent:
         from appliance.keys import FILE as KEYS
         from appliance.keys import KeyRing, configured_key
 
-        runtime = self.directories.runtime
-        for pid in worker_process.end_leftovers(runtime):
+        for pid in worker_process.end_leftovers(self.directories.runtime):
             self.say(f"ended process {pid}, left by an earlier run")
         parsed = self.configure()
-        places = ensure(sockets(runtime), mode=0o755)
-        self.socket = places / WORKER_SOCKET
-        self.course = Course(directories=self.directories, env=self.env, say=self.say, now=time.time())
-        self.snapshot = Snapshot(board=self.board, course=self.course, directories=self.directories,
-                                 notifier=self.notifier, unit=self.env.get("APPLIANCE_UNIT"))
         self.course.want(parsed)
-        self.door = FrontDoor(
-            settings=parsed.settings, board=self.board, worker_socket=self.socket, agent_socket=places / AGENT_SOCKET,
-            keys=KeyRing(self.directories.state / KEYS, configured_key(parsed.settings.api_key_file, self.env)))
-        if self.notifier.warning:
-            self.say(self.notifier.warning)
-        self.door.start()
+        keys = KeyRing(self.directories.state / KEYS, configured_key(parsed.settings.api_key_file, self.env))
+        door = FrontDoor(settings=parsed.settings, board=self.board, worker_socket=self.sockets / WORKER_SOCKET,
+                         agent_socket=self.sockets / AGENT_SOCKET, keys=keys)
+        door.start()
+        self.door = door
         while not self._finished:
             now = time.monotonic()
             self._turn(now)
@@ -154,7 +158,7 @@ class Agent:
     def _start(self, node: Node, rung: Rung, now: float) -> None:
         self.snapshot.plan(node, rung)
         self._worker, self._life = start(
-            node, rung, directories=self.directories, worker_python=self.course.worker_python, env=self.env,
+            node, rung, directories=self.course.directories, worker_python=self.course.worker_python, env=self.env,
             probe_s=self.course.settings.probe_s, traffic=lambda: self.board.traffic, now=now)
         self.say(self.snapshot.plan_sentence(node, rung))
         self._turn = self._living
@@ -202,7 +206,7 @@ class Agent:
             if not self._ending.done:
                 return
         self._ending = self._worker = self._life = None
-        folders.sweep_sockets(self.socket.parent)
+        folders.sweep_sockets(self.sockets)
         self.snapshot.without_worker()
         self._turn = self._after
         self._turn(now)
@@ -239,8 +243,9 @@ class Agent:
 
     def _rest(self) -> None:
         """Sleep until the next turn, or until somebody asks for something."""
+        quick = self._life is not None and self._life.state == "answering"
         with contextlib.suppress(queue.Empty):
-            command = self.board.commands.get(timeout=self.notifier.tick_s)
+            command = self.board.commands.get(timeout=0.05 if quick else self.notifier.tick_s)
             while True:
                 self._obey(command, time.monotonic())
                 command = self.board.commands.get_nowait()
@@ -282,7 +287,7 @@ class Agent:
             self.say(f"reload refused: {error.line}")
             self._reloaded()
             return
-        reason = self.door.reload(parsed.settings)
+        reason = self.door.reload(parsed.settings) if self.door is not None else None
         self.snapshot.warn("reload", reason or "")
         if reason:
             self.say(f"reload: {reason}")
@@ -369,7 +374,8 @@ class Agent:
             return Gate(open=False, reason="draining" if not self._stopping else "stopping", retry_after_s=30)
         if state in ("ready", "busy") and self._turn == self._living:
             return Gate(open=True, reason=state, retry_after_s=1)
-        return Gate(open=False, reason=state, retry_after_s=5 if state != "preparing" else 30)
+        wait_s = self._until - time.monotonic() if self._turn == self._wait else 0.0
+        return Gate(open=False, reason=state, retry_after_s=int(min(max(5.0, wait_s), 300.0)))
 
     def _progress(self, state: str, phase: str, now: float) -> tuple[object, ...]:
         """Changes whenever a start gets on; systemd is asked for more time on nothing else."""
@@ -389,8 +395,8 @@ class Agent:
                 self._preparation.end()
             if self._worker is not None:
                 worker_process.end_session(self._worker.pid)
-        if hasattr(self, "door"):
+        if self.door is not None:
             self.door.stop(grace_s=1.0)
-        if hasattr(self, "snapshot"):
-            self.snapshot.last_word(self.error, clean=self._finished)
-        self.say(f"failed: {self.error.line}" if self.error else "stopped: no worker process is left")
+        self.snapshot.last_word(self.error)
+        if self.error is not None:
+            self.say(f"failed: {self.error.line}")

@@ -9,6 +9,7 @@ says so.
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,8 +31,7 @@ from appliance.trial import Candidate, Choice, Pass, TrialView
 class Course:
     """Made once an agent. Times are wall clock seconds."""
 
-    def __init__(self, *, directories: Directories, env: Mapping[str, str], say: Callable[[str], None],
-                 now: float) -> None:
+    def __init__(self, *, directories: Directories, env: Mapping[str, str], say: Callable[[str], None]) -> None:
         self.directories = directories
         self.env = env
         self.say = say
@@ -42,7 +42,7 @@ class Course:
         self.ladder: tuple[str, ...] = ("full",)
         self._repair = ""
         self._said = ""
-        self._parsed: Parsed | None = None
+        self._parsed = Parsed(settings=Settings(), warnings=(), sources={})
         self._wanted: tuple[object, ...] = ()
         if self.record.warning:
             say(self.record.warning)
@@ -50,18 +50,25 @@ class Course:
     # ---- what is wanted --------------------------------------------------------------------------------------------
 
     def want(self, parsed: Parsed) -> bool:
-        """Take the operator's wish; true when it asks for another worker than before. Raises ConfigError when there is
-        no worker."""
+        """Take the operator's wish; true when it asks for another worker than the one that is served. Raises ConfigError
+        when there is no worker."""
         python = find_worker_python(parsed.settings)
         self._parsed = parsed
+        if parsed.settings.store is not None:
+            self.directories = dataclasses.replace(self.directories, store=Path(parsed.settings.store))
         name = active_name(parsed, self.directories)
         before = self._wanted
-        self._wanted = (name, self._digest(name), python, tuple(trial.worker_settings(parsed.settings).items()))
-        return str(before) != str(self._wanted)
+        self._wanted = (name, self._digest(name), python, json.dumps(trial.worker_settings(parsed.settings), sort_keys=True))
+        if self.choice is None:
+            return True
+        served = self.choice.candidate
+        key = (served.model, served.digest, served.worker_python, json.dumps(dict(served.settings), sort_keys=True))
+        if self._wanted == key and self._is_fallback():
+            self.choice = dataclasses.replace(self.choice, sentence="")  # what is served is what is wanted again
+        return self._wanted not in (before, key)
 
     @property
     def parsed(self) -> Parsed:
-        assert self._parsed is not None
         return self._parsed
 
     @property

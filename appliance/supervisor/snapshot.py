@@ -14,7 +14,6 @@ from typing import Any
 from appliance import __version__, status
 from appliance.board import Board
 from appliance.budget import show
-from appliance.directories import Directories
 from appliance.errors import ApplianceError
 from appliance.faults import Fault
 from appliance.identity import identity
@@ -38,11 +37,9 @@ RESTARTS = 20
 class Snapshot:
     """Made once an agent; `publish` once a turn."""
 
-    def __init__(self, *, board: Board, course: Course, directories: Directories, notifier: Notifier,
-                 unit: str | None) -> None:
+    def __init__(self, *, board: Board, course: Course, notifier: Notifier, unit: str | None) -> None:
         self.board = board
         self.course = course
-        self.directories = directories
         self.was_ready = False
         self.address = ""
         self.ready_after_s = 0.0
@@ -59,7 +56,8 @@ class Snapshot:
             "schema": status.SCHEMA, "agent": identity(), "version": __version__, "started_at": self._began,
             "state": "starting", "sentence": "starting", "last_answer_at": None, "ready_at": None,
             "managed_by": managed, "unit": (unit or "appliance.service") if managed else None,
-            "log": str(directories.state / "worker.log"), "agent_log": str(directories.state / "agent.log"),
+            "log": str(course.directories.state / "worker.log"),
+            "agent_log": str(course.directories.state / "agent.log"),
         }
 
     def plan(self, node: Node, rung: Rung) -> None:
@@ -78,7 +76,6 @@ class Snapshot:
             "threads": rung.threads, "context": rung.context, "ceiling_bytes": node.plan.ceiling_bytes,
             "usable_bytes": node.plan.usable_bytes, "fingerprint": node.plan.fingerprint, "address": self.address,
             "versions": dict(node.versions), "max_running": rung.running,
-            "max_queued": self.course.settings.max_queued,
         }
 
     def plan_sentence(self, node: Node, rung: Rung) -> str:
@@ -89,6 +86,7 @@ class Snapshot:
 
     def ready(self, life: Life, now: float) -> None:
         self.was_ready = True
+        self._measured_at = -1e9  # the figures of a loading worker say little
         self.ready_after_s = time.time() - self._began if self.values["ready_at"] is None else now - life.began
         self.values |= {"ready_at": time.time(), "ready_after_s": round(self.ready_after_s, 1)}
 
@@ -120,6 +118,7 @@ class Snapshot:
         self.values |= {
             "state": state, "sentence": sentence, "phase": phase, "progress": dict(progress) if progress else None,
             "live": True, "ready": ready, "running": traffic.running, "queued": traffic.queued,
+            "max_queued": self.course.parsed.settings.max_queued,  # the front door's: a reload changes it at once
             "tokens_per_s": life.tokens_per_s if life is not None else None,
             "rung_reason": self.course.record.rung.reason if self.values.get("rung") != "full" else None,
             "retry_at": wall + until - now if until is not None else None,
@@ -138,17 +137,17 @@ class Snapshot:
         self.board.publish(dict(self.values))
         if now - self._written[0] >= WRITE_EVERY_S or sentence != self._written[1]:
             self._written = (now, sentence)
-            status.write(self.directories.runtime, self.values)
+            status.write(self.course.directories.runtime, self.values)
         return sentence
 
-    def last_word(self, error: ApplianceError | None, *, clean: bool) -> None:
+    def last_word(self, error: ApplianceError | None) -> None:
         """The agent ends: what `status` says from now on, in the runtime folder and in the record."""
         state = "failed" if error is not None else "stopped"
         sentence = f"failed: {error.line}" if error is not None else "stopped: no worker process is left"
         code = error.exit_code if error is not None else 0
         self.values |= {"state": state, "sentence": sentence, "exit_code": code, "ready": False, "live": False,
                         "running": 0, "queued": 0, "worker_pid": None}
-        status.write(self.directories.runtime, self.values)
+        status.write(self.course.directories.runtime, self.values)
         self.course.record.say(state=state, sentence=sentence, exit_code=code, now=time.time())
 
     def _measure(self, worker: WorkerTree | None, now: float) -> None:
@@ -166,7 +165,7 @@ class Snapshot:
                                                  "agent_memory_bytes": _own_bytes()}, name="memory")
         if self._sizes is None and now - self._sizes_at >= SIZES_EVERY_S:
             self._sizes_at = now
-            self._sizes = Background(lambda: folders.sizes(self.directories), name="sizes")
+            self._sizes = Background(lambda: folders.sizes(self.course.directories), name="sizes")
 
 
 def _sentence(state: str, phase: str, progress: Mapping[str, Any] | None, values: Mapping[str, Any]) -> str:

@@ -44,6 +44,7 @@ class EngineProcess:
         self._process = process
         self._calls = calls
         self._call: tuple[str, Callable[..., None], Mapping[str, Any]] | None = None
+        self._said = False
 
     def assign(self, name: str, target: Callable[..., None], kwargs: Mapping[str, Any]) -> None:
         self._process.name = name
@@ -55,6 +56,16 @@ class EngineProcess:
         with contextlib.suppress(BrokenPipeError):
             self._calls.send((*self._call, dict(os.environ)))
         self._calls.close()
+
+    @property
+    def exitcode(self) -> int | None:
+        """The real process's. vLLM asks when the engine has ended and keeps the answer to itself, ending with status 0;
+        the log gets it here, because the agent names the fault by its signal."""
+        code = self._process.exitcode
+        if code and not self._said:
+            self._said = True
+            print(f"Engine process {self._process.name} ended (exit code: {code})", flush=True)
+        return code
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._process, name)

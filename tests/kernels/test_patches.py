@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from appliance.faults import Evidence, classify
 from appliance.vllm_plugin import patches
 from appliance.vllm_plugin.engine import EngineContext, EngineProcess
 
@@ -99,7 +100,7 @@ process.join(60)
 print(process.exitcode, process.pid)
 """)
     out, _ = run.communicate(timeout=120)
-    code, pid = out.split()
+    code, pid = out.splitlines()[-1].split()
     assert code == "3"
     assert wait_for(path) == [pid, "EngineCore", "yes", "None"]
 
@@ -128,7 +129,7 @@ time.sleep(600)
     assert not lives(pid)
 
 
-def test_the_death_of_an_engine_is_seen_by_its_sentinel(tmp_path: Path) -> None:
+def test_the_death_of_an_engine_is_seen_by_its_sentinel_and_named_in_the_log(tmp_path: Path) -> None:
     path = f"{tmp_path}/out"
     run = parent(f"""
 from multiprocessing import connection
@@ -136,13 +137,15 @@ process = context.Process(target=here.report, name="EngineCore", kwargs={{"path"
 process.start()
 here.wait_for({path!r})
 assert not connection.wait([process.sentinel], timeout=0)
-process.terminate()
+os.kill(process.pid, 4)
 assert connection.wait([process.sentinel], timeout=30)
 process.join()
-print(process.exitcode)
+print(process.exitcode, process.exitcode)
 """)
     out, _ = run.communicate(timeout=120)
-    assert out.split() == ["-15"]
+    log = out.splitlines()
+    assert log == ["Engine process EngineCore ended (exit code: -4)", "-4 -4"]
+    assert classify(Evidence(status=0, phase="serving", log=log)).name == "unsupported-isa"
 
 
 def test_only_the_first_process_is_the_waiting_one() -> None:

@@ -65,6 +65,8 @@ class Agent:
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=lambda: {"drain_s": 1, "probe_s": 1, "memory": {"reserve": "64M"}})
     worker_env: dict[str, str] = field(default_factory=dict)
+    scaled: dict[str, object] = field(default_factory=dict)
+    """Times of `appliance.recovery` made shorter: what waits minutes on a node waits seconds here."""
 
     @property
     def runtime(self) -> Path:
@@ -91,8 +93,9 @@ class Agent:
                               text=True, timeout=timeout, check=False)
 
     def serve(self, fake: str = "ok", *args: str, **env: str) -> subprocess.Popen[str]:
+        scaled = "".join(f"recovery.{name} = {value!r}; " for name, value in self.scaled.items())
         process = subprocess.Popen(
-            [sys.executable, "-m", "appliance.cli.main", "serve", "--port", str(self.port), "--model", "tiny", *args],
+            [sys.executable, "-c", f"from appliance import recovery; {scaled}from appliance.cli.main import main; main()", "serve", "--port", str(self.port), "--model", "tiny", *args],
             env=self.env(fake, **env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )
         self.processes.append(process)

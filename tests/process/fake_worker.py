@@ -10,7 +10,7 @@ FAKE_CONTROL: a file's name is the behaviour. The worker takes the file away and
 file that holds a number does so for that many seconds, one that holds `stay` is left there and counts while it exists.
 
     while loading      slow (3 s)   crash (logs FAKE_SAYS, exits 1)   load-SIGNAL (`load-ill`, `load-9`)   sigill
-    always             stubborn (no SIGTERM, a renamed child)   dumb (one token)   die (SIGSEGV after the first answer)
+    always             stubborn (no SIGTERM, a renamed child)   dumb (generates nothing)   die (SIGSEGV after the first answer)
     engine             hang (sleeps)   spin (burns CPU)   crawl (steps ten times slower)   die-SIGNAL   oom-log   raise
                        leak (a number: MiB a second for ever)   freeze-engine
     API process        api-SIGNAL   freeze-api   deaf (accepts, never answers)   sick (/health 503)   error (500)
@@ -349,6 +349,9 @@ class Handler(BaseHTTPRequestHandler):
             return
         if self.api.draining:
             raise Refused(503, "ServiceUnavailableError", "the server is shutting down")
+        if "dumb" in self.api.control:
+            self.json(200, {"choices": [{"text": "", "finish_reason": "stop"}], "usage": {"completion_tokens": 0}})
+            return
         number, answers = self.api.submit(prompt, tokens)
         pieces = self.pieces(number, answers)
         try:
@@ -381,7 +384,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(400, "BadRequestError", f"This model's maximum context length is {self.api.context} tokens.")
         if int(body.get("n") or 1) > int(os.environ.get("VLLM_MAX_N_SEQUENCES", "16384")):
             raise Refused(400, "BadRequestError", f"n must be at most {os.environ['VLLM_MAX_N_SEQUENCES']}")
-        return max(count, 1), 1 if "dumb" in self.api.control else max(tokens, 1), body
+        return max(count, 1), max(tokens, 1), body
 
     def pieces(self, number: int, answers: queue.SimpleQueue[str]) -> Iterator[str]:
         words = itertools.chain((" Paris", "."), (f" w{i}" for i in itertools.count()))

@@ -1,140 +1,40 @@
-"""The front door with a real event loop, real sockets and the fake worker behind it."""
+"""The front door: who comes in, what reaches the worker, what is said when it cannot."""
 
 from __future__ import annotations
 
-import contextlib
-import http.client
+import itertools
 import json
-import shutil
 import socket
-import subprocess
-import sys
-import tempfile
+import stat
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from appliance.board import Board, Command, Gate
-from appliance.client import UnixConnection
+from appliance.board import Command, Gate
 from appliance.errors import ConfigError, TransientError
-from appliance.front import body as body_module
-from appliance.front import connection as connection_module
-from appliance.front import door as door_module
-from appliance.front.door import FrontDoor
-from appliance.keys import KeyRing
 from appliance.settings import Listen, Settings
-from tests.process.conftest import free_port
+from tests.process.house import COMPLETION, OPEN, House, built
 
-STATUS = {"state": "ready", "ready": True, "sentence": "ready: it answered", "max_running": 4, "max_queued": 16}
-OPEN = Gate(open=True, reason="", retry_after_s=1)
-COMPLETION = {"prompt": "The capital of France is", "max_tokens": 4}
-
-
-@dataclass(kw_only=True)
-class Answer:
-    status: int
-    headers: dict[str, str]
-    body: bytes
-    seconds: float
-
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-    @property
-    def code(self) -> str:
-        return str(self.json()["error"]["code"])
-
-
-@dataclass(kw_only=True)
-class House:
-    """A folder with a front door and, once `work` is called, a fake worker."""
-
-    home: Path
-    board: Board = field(default_factory=Board)
-    port: int = field(default_factory=free_port)
-    door: FrontDoor | None = None
-    worker: subprocess.Popen[bytes] | None = None
-
-    @property
-    def control(self) -> Path:
-        return self.home / "control"
-
-    @property
-    def keys(self) -> KeyRing:
-        return KeyRing(self.home / "keys.json")
-
-    def open(self, settings: Settings | None = None, *, gate: Gate = OPEN, **status: Any) -> FrontDoor:
-        settings = settings or Settings()
-        self.board.publish(STATUS | status)
-        self.board.gate = gate
-        self.door = FrontDoor(
-            settings=replace(settings, listen=replace(settings.listen, port=self.port)), board=self.board,
-            worker_socket=self.home / "worker.sock", agent_socket=self.home / "agent.sock", keys=self.keys)
-        self.door.start()
-        return self.door
-
-    def work(self, **env: str) -> None:
-        self.control.mkdir(exist_ok=True)
-        (self.home / "worker.sock").unlink(missing_ok=True)
-        self.worker = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("fake_worker.py")), "-m", "appliance.worker", "serve",
-             "--served-model-name", "tiny", "default", "--uds", str(self.home / "worker.sock"), "--max-num-seqs", "5",
-             "--max-model-len", "4096", "--max-num-batched-tokens", "512", "--shutdown-timeout", "1"],
-            env={"PATH": "/usr/bin:/bin", "FAKE_CONTROL": str(self.control), "VLLM_RPC_BASE_PATH": str(self.home), **env},
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=self.home)
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            with contextlib.suppress(OSError), contextlib.closing(UnixConnection(self.home / "worker.sock", timeout_s=5)) as one:
-                one.request("GET", "/health")
-                if one.getresponse().status == 200:
-                    return
-            time.sleep(0.02)
-        raise AssertionError("the fake worker did not start")
-
-    def metric(self, name: str) -> float:
-        """A figure of the worker itself."""
-        with contextlib.closing(UnixConnection(self.home / "worker.sock", timeout_s=5)) as one:
-            one.request("GET", "/metrics")
-            text = one.getresponse().read().decode()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name))
-
-    def ask(self, method: str, path: str, body: Any = None, *, own: bool = False, timeout: float = 20, **headers: str) -> Answer:
-        connection = UnixConnection(self.home / "agent.sock", timeout_s=timeout) if own else \
-            http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
-        began = time.monotonic()
-        with contextlib.closing(connection):
-            data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-            kind = {} if data is None else {"Content-Type": "application/json"}
-            connection.request(method, path, body=data, headers=kind | {k.replace("_", "-"): v for k, v in headers.items()})
-            reply = connection.getresponse()
-            return Answer(status=reply.status, headers=dict(reply.headers), body=reply.read(), seconds=time.monotonic() - began)
-
-    def complete(self, **changes: Any) -> Answer:
-        return self.ask("POST", "/v1/completions", COMPLETION | changes)
-
-    def until(self, true: Any, timeout: float = 10) -> None:
-        deadline = time.monotonic() + timeout
-        while not true():
-            assert time.monotonic() < deadline, self.board.traffic
-            time.sleep(0.02)
+ALLOWED = (
+    ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/responses"), ("GET", "/v1/models"),
+    ("GET", "/v1/models/tiny"), ("POST", "/tokenize"), ("POST", "/detokenize"),
+)
+WORKERS = json.loads(Path(__file__).with_name("worker_routes.json").read_text())
+"""Every route of vLLM's app as the worker runs it; tests/kernels checks that none is missing."""
+CLOSED = [(method, path.replace("{response_id}", "resp_1")) for method, path in WORKERS
+          if (method, path) not in ALLOWED and path not in ("/metrics", "/status")]
+SPELLINGS = ("/v1/completions/", "//v1/completions", "/V1/completions", "/v1/completions/..", "/v1/../invocations", "/v1",
+             "/invocations?x=/v1/completions", "/v1/models/", "/v1/completions/render", "/control/stop", "/", "/v1/completions%00")
 
 
 @pytest.fixture
 def house() -> Iterator[House]:
-    made = House(home=Path(tempfile.mkdtemp(prefix="door-")))
-    yield made
-    if made.door:
-        made.door.stop(grace_s=0)
-    if made.worker:
-        made.worker.kill()
-        made.worker.wait()
-    shutil.rmtree(made.home)
+    with built() as made:
+        yield made
 
 
 def test_a_completion_comes_through(house: House) -> None:
@@ -153,3 +53,269 @@ def test_a_completion_comes_through(house: House) -> None:
     assert (traffic.accepted_total, traffic.failed_total, traffic.refused_total, traffic.running) == (2, 0, 0, 0)
     assert traffic.chunks_total == 4
     assert traffic.last_answer_at is not None
+
+
+def test_pieces_of_a_stream_arrive_as_they_are_made(house: House) -> None:
+    house.work(FAKE_TOKEN_S="0.2")
+    house.open()
+    with socket.create_connection(("127.0.0.1", house.port), timeout=10) as client:
+        body = json.dumps(COMPLETION | {"stream": True, "max_tokens": 5}).encode()
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        arrivals, data = [], b""
+        while not data.endswith(b"0\r\n\r\n"):
+            piece = client.recv(65536)
+            assert piece
+            arrivals += [time.monotonic()] * piece.count(b"data: {")
+            data += piece
+    gaps = [later - earlier for earlier, later in itertools.pairwise(arrivals)]
+    assert len(gaps) == 4
+    assert min(gaps) > 0.1  # nothing waited for the next one
+
+
+@pytest.mark.parametrize(("method", "path"), [*ALLOWED, *CLOSED, *(("POST", path) for path in SPELLINGS), ("GET", "/status"),
+                                              ("GET", "/metrics"), ("DELETE", "/v1/models/tiny"), ("OPTIONS", "/v1/completions")])
+def test_every_path_without_the_key_is_401(house: House, method: str, path: str) -> None:
+    house.keys.new("")
+    house.open()
+    answer = house.ask(method, path, {} if method == "POST" else None)
+    assert answer.status == 401
+    assert answer.code == "invalid_api_key"
+    assert answer.headers["WWW-Authenticate"] == "Bearer"
+
+
+def test_what_is_not_on_the_list_never_reaches_the_worker(house: House) -> None:
+    _, key = house.keys.new("")
+    house.work()
+    house.open()
+    for method, path in [*CLOSED, *(("POST", path) for path in SPELLINGS)]:
+        answer = house.ask(method, path, COMPLETION if method == "POST" else None, Authorization=f"Bearer {key}")
+        assert answer.status in (404, 405), (method, path, answer.status)
+        assert answer.json()["error"]["message"]
+    assert house.metric("vllm:request_success_total") == 0
+    for method, path in ALLOWED:
+        body = {"model": "tiny", "messages": []} | COMPLETION if method == "POST" else None
+        answer = house.ask(method, path, body, Authorization=f"Bearer {key}")
+        assert answer.status == 200, (method, path, answer.body)
+
+
+@pytest.mark.parametrize(("header", "status"), [
+    ("Bearer {}", 200), ("bearer {}", 200), ("Bearer  {} ", 200), ("{}", 401), ("Basic {}", 401), ("Bearer", 401), ("Bearer ", 401),
+    ("Bearer {}x", 401), ("Bearer x{}", 401), ("Bearer {0},{0}", 401), ("Bearer \xe9", 401),
+])
+def test_the_authorization_header(house: House, header: str, status: int) -> None:
+    _, key = house.keys.new("")
+    house.work()
+    house.open()
+    assert house.ask("GET", "/v1/models", Authorization=header.format(key)).status == status
+    assert house.ask("GET", f"/v1/models?key={key}").status == 401
+
+
+def test_keys_come_and_go_while_the_door_is_open(house: House) -> None:
+    house.work()
+    house.open()
+    assert house.ask("GET", "/v1/models").status == 200
+    key_id, key = house.keys.new("")
+    assert house.ask("GET", "/v1/models").status == 401
+    assert house.ask("GET", "/v1/models", Authorization=f"Bearer {key}").status == 200
+    house.keys.revoke(key_id)
+    assert house.ask("GET", "/v1/models", Authorization=f"Bearer {key}").status == 200  # no keys: open again
+
+
+@pytest.mark.parametrize(("headers", "status"), [
+    ({"Host": "localhost:8000"}, 200), ({"Host": "127.0.0.1"}, 200), ({"Host": "[::1]:1"}, 200), ({"Host": "127.9.9.9"}, 200),
+    ({"Host": "rebound.example:8000"}, 403), ({"Host": "127.0.0.1.example"}, 403), ({"Host": "10.0.0.1"}, 403), ({"Host": ""}, 403),
+    ({"Host": "localhost:1", "Origin": "http://localhost:1"}, 200), ({"Host": "localhost:1", "Origin": "http://localhost:2"}, 403),
+    ({"Origin": "https://evil.example"}, 403), ({"Origin": "null"}, 403), ({"Origin": "http://localhost.evil.example"}, 403),
+])
+def test_without_a_key_browsers_pages_are_kept_out(house: House, headers: dict[str, str], status: int) -> None:
+    house.work()
+    house.open()
+    assert house.ask("GET", "/v1/models", **headers).status == status
+
+
+def test_with_a_key_host_and_origin_do_not_matter(house: House) -> None:
+    _, key = house.keys.new("")
+    house.work()
+    house.open()
+    answer = house.ask("GET", "/v1/models", Authorization=f"Bearer {key}", Host="node.lan", Origin="https://chat.lan")
+    assert answer.status == 200
+    assert "Access-Control-Allow-Origin" not in answer.headers
+
+
+def test_status_and_metrics_are_for_the_own_socket_or_a_key(house: House) -> None:
+    house.work()
+    house.open()
+    assert house.complete().status == 200
+    assert house.ask("GET", "/status").code == "key_needed"
+    assert house.ask("GET", "/metrics").code == "key_needed"
+    assert house.ask("GET", "/status", own=True).json()["sentence"] == "ready: it answered"
+    house.until(lambda: house.board.traffic.answered_total == 1)
+    metrics = house.ask("GET", "/metrics", own=True).body.decode()
+    assert "appliance_ready 1" in metrics
+    assert "appliance_requests_answered_total 1" in metrics
+    assert "vllm:num_requests_running" in metrics
+    _, key = house.keys.new("")
+    for path in ("/status", "/metrics"):
+        assert house.ask("GET", path, Authorization=f"Bearer {key}").status == 200
+        assert house.ask("GET", path, own=True).status == 200
+    house.board.gate = Gate(open=False, reason="loading")
+    assert "vllm:" not in house.ask("GET", "/metrics", own=True).body.decode()
+
+
+def test_a_deaf_worker_does_not_hold_up_the_metrics(house: House) -> None:
+    house.work()
+    house.open()
+    (house.control / "deaf").touch()
+    time.sleep(0.2)
+    answer = house.ask("GET", "/metrics", own=True)
+    assert answer.status == 200
+    assert answer.seconds < 2
+    assert "vllm:" not in answer.body.decode()
+
+
+@pytest.mark.parametrize(("gate", "status", "word", "code"), [
+    (OPEN, {}, "ready", 200),
+    (Gate(open=False, reason="loading", retry_after_s=7), {"state": "loading", "ready": False}, "loading", 503),
+    (Gate(open=False, reason="draining"), {"state": "draining", "ready": False}, "draining", 503),
+    (OPEN, {"state": "waiting", "ready": False}, "waiting", 503),
+])
+def test_case_076_ready_and_its_words(house: House, gate: Gate, status: dict[str, Any], word: str, code: int) -> None:
+    house.keys.new("")
+    house.open(gate=gate, **status)
+    for method, own in (("GET", False), ("GET", True), ("HEAD", False)):
+        ready = house.ask(method, "/readyz", own=own)
+        assert ready.status == code
+        assert ready.body == (b"" if method == "HEAD" else word.encode() + b"\n")
+        assert ("Retry-After" in ready.headers) == (code == 503)
+        assert house.ask(method, "/livez", own=own).status == 200
+
+
+def test_case_076_a_stuck_loop_is_neither_live_nor_ready(house: House) -> None:
+    house.open()
+    house.board._turned_at -= 11
+    assert house.ask("GET", "/livez").body == b"stuck\n"
+    for path in ("/livez", "/readyz"):
+        assert house.ask("GET", path).status == 503
+    house.board.publish(house.board.status)
+    assert house.ask("GET", "/livez").status == 200
+
+
+def test_a_shut_gate_says_why_and_when_to_come_back(house: House) -> None:
+    house.open(gate=Gate(open=False, reason="loading", retry_after_s=7), sentence="loading: weights, 40 %")
+    for own in (False, True):
+        answer = house.ask("POST", "/v1/chat/completions", {"messages": []}, own=own)
+        assert (answer.status, answer.code, answer.headers["Retry-After"]) == (503, "loading", "7")
+        assert "weights, 40 %" in answer.json()["error"]["message"]
+    house.until(lambda: house.board.traffic.refused_total == 2)
+
+
+def test_commands_come_in_on_the_own_socket_only(house: House) -> None:
+    house.open()
+    assert house.ask("POST", "/control/drain", {"why": "upgrade"}, own=True).status == 202
+    assert house.board.commands.get_nowait() == Command(name="drain", body={"why": "upgrade"})
+    assert house.ask("POST", "/control/reload", own=True).status == 202
+    assert house.board.commands.get_nowait() == Command(name="reload")
+    assert house.ask("POST", "/control/explode", own=True).status == 404
+    assert house.ask("POST", "/control/stop", b"[1]", own=True).status == 400
+    assert house.ask("POST", "/control/stop", b"{" * 100_000, own=True).status == 413
+    assert house.ask("GET", "/control/stop", own=True).status == 405
+    assert house.ask("POST", "/control/stop", {}).status == 404
+    assert house.board.commands.empty()
+
+
+def test_one_model_by_its_name(house: House) -> None:
+    house.work()
+    house.open()
+    assert [model["id"] for model in house.ask("GET", "/v1/models").json()["data"]] == ["tiny", "default"]
+    assert house.ask("GET", "/v1/models/default").json()["id"] == "default"
+    assert house.ask("GET", "/v1/models/nothing").code == "model_not_found"
+
+
+def test_the_workers_refusals_come_through(house: House) -> None:
+    house.work()
+    house.open()
+    assert house.complete(model="nothing").status == 404
+    assert house.complete(max_tokens=100_000).status == 400
+    (house.control / "error").touch()
+    house.until(lambda: house.complete().status == 500)
+    house.until(lambda: house.board.traffic.failed_total >= 1)
+
+
+def test_no_worker_is_503_and_come_back(house: House) -> None:
+    house.open()
+    answer = house.complete()
+    assert (answer.status, answer.code) == (503, "worker_restarting")
+    assert answer.headers["Retry-After"]
+
+
+@pytest.mark.parametrize("death", ["api-9", "close-mid-stream"])
+def test_a_worker_that_dies_in_the_middle_ends_the_stream_with_an_error_event(house: House, death: str) -> None:
+    house.work(FAKE_TOKEN_S="0.05")
+    house.open()
+    if death == "close-mid-stream":
+        (house.control / death).touch()
+        time.sleep(0.2)
+    else:
+        threading.Timer(0.7, (house.control / death).touch).start()
+    answer = house.complete(stream=True, max_tokens=50)
+    events = [json.loads(line[6:]) for line in answer.body.split(b"\n") if line.startswith(b"data: {")]
+    assert len(events) >= 2
+    assert "choices" in events[0]
+    assert events[-1]["error"]["code"] == "worker_lost"
+    assert b"[DONE]" not in answer.body
+    house.until(lambda: house.board.traffic.failed_total == 1)
+
+
+def test_a_worker_that_dies_before_its_answer_is_an_error_answer(house: House) -> None:
+    house.work(FAKE_TOKEN_S="0.1")
+    house.open()
+    threading.Timer(0.5, (house.control / "api-9").touch).start()
+    answer = house.complete(max_tokens=100)
+    assert (answer.status, answer.code) == (502, "worker_lost")
+
+
+def test_another_worker_on_the_same_socket_is_found(house: House) -> None:
+    house.work()
+    house.open()
+    assert house.complete().status == 200
+    assert house.worker is not None
+    house.worker.kill()
+    house.worker.wait()
+    assert house.complete().status == 503
+    house.work()
+    assert house.complete().status == 200
+
+
+def test_case_012_a_taken_port_is_refused_by_name(house: House) -> None:
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", house.port))
+        holder.listen()
+        with pytest.raises(TransientError, match=f"port {house.port} is taken by"):
+            house.open()
+        assert not (house.home / "agent.sock").exists()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "node.example"])
+def test_other_machines_are_not_served_without_a_key(house: House, host: str) -> None:
+    with pytest.raises(ConfigError, match="applianctl key new"):
+        house.open(Settings(listen=Listen(host=host)))
+
+
+def test_on_every_address_only_the_key_opens_and_losing_all_keys_closes(house: House) -> None:
+    key_id, key = house.keys.new("")
+    house.work()
+    house.open(Settings(listen=Listen(host="0.0.0.0")))
+    assert house.ask("GET", "/v1/models").status == 401
+    assert house.ask("GET", "/v1/models", Authorization=f"Bearer {key}").status == 200
+    house.keys.revoke(key_id)
+    assert house.ask("GET", "/v1/models", Authorization=f"Bearer {key}").status == 401
+    assert house.ask("GET", "/v1/models").status == 401
+
+
+def test_the_own_socket_is_for_user_and_group_and_replaces_a_leftover(house: House) -> None:
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(house.home / "agent.sock"))
+    house.open()
+    assert stat.S_IMODE((house.home / "agent.sock").stat().st_mode) == 0o660
+    assert house.ask("GET", "/livez", own=True).status == 200

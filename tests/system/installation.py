@@ -48,6 +48,10 @@ context: 2048
 max_running: 2
 memory: {reserve: 64M}
 """
+BOOT_ID = """# A test host's own boot id is a mount over /proc, which ProtectProc= replaces by a new /proc.
+[Service]
+BindReadOnlyPaths=/run/.boot-id:/proc/sys/kernel/random/boot_id
+"""
 FAKE_CONTROL = "d /run/fake 1777 root root -\n"
 
 
@@ -57,6 +61,9 @@ def install_tree(target: Path) -> Path:
     done = subprocess.run(["make", "-s", "install", f"DESTDIR={target}", "WORKER_ENV=0"], cwd=REPOSITORY, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, env={**os.environ, "APPLIANCE_HOME": "/tmp"})
     assert done.returncode == 0, done.stdout
+    drop_in = target / "usr/lib/systemd/system/appliance.service.d/testhost.conf"
+    drop_in.parent.mkdir()
+    drop_in.write_text(BOOT_ID)
     return target
 
 

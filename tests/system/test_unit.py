@@ -159,7 +159,7 @@ def test_reload_takes_another_limit_without_a_restart(running: Service) -> None:
     running.write_settings("listen: {port: -3}\n")
     done = running.host.run(["systemctl", "reload", UNIT], timeout_s=30)
     assert running.state() == "active", done
-    assert "listen.port" in json.dumps(running.status()["warnings"])
+    running.wait_for(lambda status: "listen.port" in json.dumps(status["warnings"]), 5, "the refusal is shown")
     running.until_answers(20)
 
 

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "appliance"
 LAYERS = {
     1: ("errors", "facts", "settings", "quantize.format", "prepared"),
-    2: ("plan", "refusal", "threads", "budget", "launch", "vitals", "faults", "recovery", "trial", "metrics", "symptoms", "doctor"),
+    2: ("plan", "refusal", "threads", "budget", "launch", "vitals", "faults", "recovery", "trial", "metrics", "symptoms", "doctor", "scrub"),
     3: ("probe", "store", "manifest", "disk", "keys", "directories", "digests", "identity", "importing", "report", "record", "configfile", "client", "unit"),
     4: ("quantize", "supervisor", "status", "jobs", "library", "node", "front", "board", "provision", "bundle", "checkup"),
     5: ("cli",),
@@ -20,7 +20,7 @@ EDGE_B_MAY = ("errors", "quantize.format", "prepared", "report", "importing", "k
 PURE_MAY_NOT = {"os", "subprocess", "socket", "time", "pathlib", "shutil", "tempfile", "threading", "random", "psutil"}
 HEAVY = {"torch", "vllm", "numpy", "transformers", "safetensors", "gguf", "tokenizers", "pydantic", "asyncio", "aiohttp"}
 FRONT_MAY = {"asyncio", "aiohttp"}
-"""The front door is their only user; the agent imports it when it starts, the command line never: they cost 15 MB."""
+"""The front door is their only user, and is imported in functions only, where the agent starts: they cost 15 MB."""
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

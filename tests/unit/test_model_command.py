@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from appliance.cli.application import Application
 from appliance.cli.model import model
 from appliance.cli.progress import Progress
-from appliance.errors import ModelError, StoreError, UsageError
+from appliance.errors import ConfigError, ModelError, StoreError, UsageError
 from appliance.prepared import folder_name
 from appliance.store import Store
 from tests.process.fake_models import fake_python, source_folder
@@ -48,7 +48,9 @@ def test_add_list_show_use_remove(operator: Operator, tmp_path: Path) -> None:
     assert added.stderr.splitlines() == [
         "checking the source", "reading the source", "quantizing", "writing the last files", "checking and storing"]
     assert operator.run("add", str(tmp_path / "Tiny Model"), "--name", "b").stdout.startswith("b: in the store already")
-    assert operator.run("use", "tiny-model").stdout == "tiny-model: in use from the next start\n"
+    used = operator.run("use", "tiny-model").stdout.splitlines()
+    assert used == ["tiny-model: in use", "the service is not running: this counts at its next start"]
+    assert operator.run("use", "tiny-model").stdout == "tiny-model: in use already\n"
 
     head, one, two = operator.run("list").stdout.splitlines()
     assert head.split() == ["NAME", "SIZE", "WEIGHTS", "BITS", "GROUP", "ADDED", "DIGEST"]
@@ -154,10 +156,12 @@ def test_verify_names_the_damaged_file_and_goes_on(operator: Operator, tmp_path:
         operator.run("show", "one")
 
 
-def test_use_says_when_a_setting_wins(operator: Operator, tmp_path: Path) -> None:
+def test_use_does_not_pretend_when_a_variable_wins(operator: Operator, tmp_path: Path) -> None:
     operator.run("add", str(source_folder(tmp_path / "one")))
     operator.env["APPLIANCE_MODEL"] = "other"
-    assert "APPLIANCE_MODEL sets the model to 'other' and wins" in operator.run("use", "one").stderr
+    with pytest.raises(ConfigError, match="the variable APPLIANCE_MODEL sets it"):
+        operator.run("use", "one")
+    assert not (operator.store.parent / "state" / "model").exists()
 
 
 @pytest.mark.parametrize("args", [

@@ -1,0 +1,50 @@
+"""Who is examined: one service, its folders, settings, status, record and unit as they are now.
+
+Reads files and asks systemd; a broken configuration is kept as a problem, not raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from appliance import status, unit
+from appliance.directories import Directories
+from appliance.errors import ApplianceError
+from appliance.settings import Parsed, Settings
+from appliance.symptoms import Problem
+from appliance.unit import Unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patient:
+    """What is looked at. `parsed`: the settings, or the problem with them; `record`: as it stands in the file."""
+
+    directories: Directories
+    parsed: Parsed | Problem
+    running: Mapping[str, Any] | None
+    record: Mapping[str, Any]
+    unit: Unit | None
+    env: Mapping[str, str]
+    now: float
+
+    @property
+    def settings(self) -> Settings:
+        return self.parsed.settings if isinstance(self.parsed, Parsed) else Settings()
+
+
+def patient(directories: Directories, read_settings: Callable[[], Parsed], *, env: Mapping[str, str],
+            now: float) -> Patient:
+    """The service of these folders as it is now."""
+    try:
+        parsed: Parsed | Problem = read_settings()
+    except ApplianceError as error:
+        parsed = problem(error)
+    running = status.current(directories.runtime)
+    return Patient(directories=directories, parsed=parsed, running=running, record=status.record(directories.state),
+                   unit=unit.managing(running, runtime=directories.runtime, env=env), env=env, now=now)
+
+
+def problem(error: ApplianceError) -> Problem:
+    return Problem(what=error.what, why=error.why, do=error.do, exit_code=error.exit_code)

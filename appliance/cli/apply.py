@@ -1,0 +1,261 @@
+"""`applianctl apply`: put a changed configuration or another model into force - checked first, then on trial.
+
+    check    the new settings are read, the model is in the store, and this node can plan for it
+    show     old -> new, key by key
+    stage    the configuration file is replaced (the one before is kept in state/history), or the model in use is set
+    tell     a running agent reads it again; what needs another worker goes on trial, and back if it fails
+
+Rules: nothing is written before everything was checked; a key that the environment fixes is refused with the variable's
+name; the configuration file stays its owner's, everything else becomes the service's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from appliance import client, configfile, library, record, settings, status, trial
+from appliance.cli.application import Application
+from appliance.directories import Directories, ensure, from_process
+from appliance.errors import (
+    ApplianceError,
+    ConfigError,
+    StoreError,
+    TransientError,
+    UsageError,
+    by_exit_code,
+)
+from appliance.settings import DEFAULT_MODEL, KEYS, Parsed
+from appliance.store import Store
+
+KEPT = 20
+"""Earlier configuration files in state/history."""
+AT_RESTART = ("listen.host", "listen.port", "store")
+"""What a reload cannot change in a running agent."""
+
+
+@click.command()
+@click.argument("file", required=False, type=click.Path(path_type=Path))
+@click.option("--model", metavar="NAME", help="Serve this stored model.")
+@click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE",
+              help="Change one key; may be repeated. `KEY=` takes it out of the file.")
+@click.option("--dry-run", is_flag=True, help="Check and show; change nothing.")
+@click.option("--wait", is_flag=True, help="Follow the trial until it is kept, rolled back or failed.")
+@click.option("--timeout", type=click.FloatRange(min=0), default=3600.0, show_default=True, metavar="SECONDS",
+              help="Stop following after this time.")
+@click.pass_obj
+def apply(app: Application, file: Path | None, model: str | None, assignments: tuple[str, ...], dry_run: bool,
+          wait: bool, timeout: float) -> None:
+    """Check, show and put into force a configuration FILE, single keys or another model.
+
+    A running service takes it at once: what needs another worker is on trial, and the last good configuration comes
+    back by itself if it fails.
+    """
+    if file is None and model is None and not assignments:
+        raise UsageError("there is nothing to apply", do="give FILE, --model or --set")
+    change = prepare(app, file=file, model=model, assignments=_assignments(assignments))
+    for line in change.lines:
+        click.echo(line)
+    if not change.lines:
+        click.echo("nothing to change: this is what the settings say already")
+        return
+    check(app, change)
+    if dry_run:
+        click.echo("checked; nothing was changed (--dry-run)")
+        return
+    put(app, change)
+    if wait:
+        follow(app, change, timeout_s=timeout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """`text`: the new configuration file, None where it stays; `model`: the new model in use, None where that stays;
+    `name`: the model that will be served; `lines`: what changes, for people."""
+
+    old: Parsed
+    new: Parsed
+    text: str | None
+    model: str | None
+    name: str
+    lines: tuple[str, ...]
+
+
+def prepare(app: Application, *, file: Path | None = None, model: str | None = None,
+            assignments: Mapping[str, Any] | None = None) -> Change:
+    """Read everything, write nothing. Raises ConfigError and UsageError for what is wrong with the wish itself."""
+    changes, old = dict(assignments or {}), app.parsed
+    for key in (*changes, *(["model"] if model else [])):
+        if old.sources.get(key) == settings.env_name(key):
+            raise ConfigError(f"{key} cannot be changed here", why=f"the variable {settings.env_name(key)} sets it",
+                              do="change the variable where the service gets it")
+    text = configfile.read(app.config_path) if file is None else _read_file(file)
+    fixed_in_file = "model" in settings.parse(text, origin=str(file or app.config_path)).sources
+    if model and (fixed_in_file or "model" in changes):
+        changes["model"] = model
+    new_text = configfile.edited(text, changes, origin=str(file or app.config_path)) if changes else text
+    new = settings.overlay(settings.parse(new_text, origin=str(app.config_path)), env=app.env, flags={})
+    for warning in new.warnings:
+        click.echo(f"applianctl: warning: {warning}", err=True)
+    used = model if model and "model" not in changes else None
+    before = library.active_name(old, app.directories)
+    name = used or library.active_name(new, app.directories)
+    lines = [f"{key}: {_shown(old, key)} -> {_shown(new, key)}" for key in KEYS
+             if key != "model" and _value(old, key) != _value(new, key)]
+    if name != before or used:
+        lines.insert(0, f"model: {before} -> {name}")
+    lines = [line for line in lines if line != f"model: {name} -> {name}"]
+    same_file = new_text == (configfile.read(app.config_path) if file is not None else text)
+    if not lines and not same_file:
+        lines = [f"{app.config_path}: other words, the same settings"]
+    return Change(old=old, new=new, text=None if same_file else new_text, model=used, name=name, lines=tuple(lines))
+
+
+def check(app: Application, change: Change) -> None:
+    """Whether this node can serve it. Raises what is wrong; a missing worker is a warning, it may come later."""
+    places = from_process(app.env, store=change.new.settings.store)
+    store = Store(places.store)
+    stored = change.name in store.names()
+    if not stored and change.name != DEFAULT_MODEL:
+        store.get(change.name)  # raises, naming what there is
+    try:
+        python = _worker_python(change)
+    except ConfigError as error:
+        if change.new.settings.worker.python is not None:
+            raise
+        click.echo(f"applianctl: warning: not checked against this node: {error.line}", err=True)
+        return
+    if stored:
+        from appliance.node import read_node
+
+        node = read_node(change.new, places, python, env=app.env, model_name=change.name)
+        if refusal := node.plan.refused:
+            raise refusal.error()
+        given_up = record.load(app.directories.state, keep=True).failed.get(_wanted(app, change)())
+        if given_up is not None:
+            raise ConfigError("this configuration was given up before", why=given_up,
+                              do="run `applianctl reset` to have it tried again")
+
+
+def put(app: Application, change: Change) -> None:
+    """Stage it and tell the agent. From here on this process is the service's account, where it was root."""
+    before = configfile.read(app.config_path) if change.text is not None and app.config_path.exists() else None
+    places = app.directories
+    if change.text is not None:
+        configfile.write(app.config_path, change.text)
+    app.become_owner()
+    if before is not None:
+        _keep(places, before)
+    if change.model is not None:
+        library.use(change.model, store=Store(places.store), directories=places)
+    tell(app)
+    late = [key for key in AT_RESTART if _value(change.old, key) != _value(change.new, key)]
+    if late and status.current(app.service.runtime) is not None:
+        click.echo(f"{', '.join(late)}: from the next `applianctl restart`")
+
+
+def tell(app: Application) -> None:
+    """Let a running agent read its configuration again, and say what happens next."""
+    if status.current(app.service.runtime) is None:
+        click.echo("the service is not running: this counts at its next start")
+        return
+    client.command(app.agent_socket, "reload")
+    click.echo("the running service takes it now; `applianctl status` shows its trial")
+
+
+def follow(app: Application, change: Change, *, timeout_s: float) -> None:
+    """Print each new sentence until the change is kept. Raises what it was rolled back or failed for."""
+    if status.current(app.service.runtime) is None:
+        return
+    wanted_now = _wanted(app, change)
+    seen, deadline, began = "", time.monotonic() + timeout_s, time.time()
+    while True:
+        current = status.current(app.service.runtime)
+        known = record.load(app.directories.state, keep=True)
+        if current is None:
+            word = known.last_word or {}
+            raise by_exit_code(word.get("exit_code") or TransientError.exit_code)(
+                "the service ended", why=str(word.get("sentence", "")), do="run `applianctl status`")
+        if current["sentence"] != seen:
+            seen = current["sentence"]
+            click.echo(status.clean(seen))
+        wanted = wanted_now()
+        if wanted in known.failed:
+            raise ConfigError("rolled back", why=known.failed[wanted], do="the last good configuration is served")
+        if known.good is not None and known.good.id == wanted and status.is_ready(current):
+            click.echo("kept")
+            return
+        if time.monotonic() > deadline:
+            raise TransientError(f"not decided after {time.time() - began:.0f} s", why=seen, do="look again later")
+        time.sleep(0.5)
+
+
+def _wanted(app: Application, change: Change) -> Callable[[], str]:
+    """A function that gives the id of the wanted candidate: the default model may still have to be quantized."""
+    from appliance.jobs import worker_contract
+
+    python = _worker_python(change)
+    said = worker_contract(python, env=app.env)["versions"]
+    versions = {name: str(version) for name, version in said.items() if version}
+    store = Store(app.directories.store)
+    return lambda: trial.candidate(
+        model=change.name, digest=store.names().get(change.name, ""), worker_python=python, versions=versions,
+        settings=trial.worker_settings(change.new.settings)).id
+
+
+def _worker_python(change: Change) -> str:
+    from appliance.jobs import find_worker_python
+
+    return find_worker_python(change.new.settings)
+
+
+def _keep(places: Directories, text: str) -> None:
+    """Keep the configuration file as it was; a full disk costs this copy, not the change."""
+    folder = places.state / "history"
+    name = f"{datetime.now(UTC):%Y-%m-%dT%H%M%S.%fZ}.yaml"
+    try:
+        ensure(folder, mode=0o700)
+        (folder / name).write_text(text, encoding="utf-8")
+        for old in sorted(folder.glob("*.yaml"))[:-KEPT]:
+            old.unlink()
+    except (OSError, StoreError) as error:
+        why = error.why if isinstance(error, ApplianceError) else error.strerror
+        click.echo(f"applianctl: warning: the configuration before could not be kept: {why}", err=True)
+        return
+    click.echo(f"the configuration before is kept as {folder / name}")
+
+
+def _read_file(file: Path) -> str:
+    if not file.is_file():
+        raise ConfigError(f"{file} cannot be read", why="there is no such file", do="give a configuration file")
+    return configfile.read(file)
+
+
+def _assignments(words: tuple[str, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise UsageError(f"{word!r} is not KEY=VALUE", do="see `applianctl config show` for the keys")
+        if key not in KEYS:
+            raise UsageError(f"there is no setting `{key}`", do="see `applianctl config show`")
+        found[key] = configfile.value_of(key, value) if value else None
+    return found
+
+
+def _value(parsed: Parsed, dotted: str) -> Any:
+    value: Any = parsed.settings
+    for part in dotted.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _shown(parsed: Parsed, key: str) -> str:
+    value = _value(parsed, key)
+    return "default" if value is None else str(list(value) if isinstance(value, tuple) else value)

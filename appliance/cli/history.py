@@ -1,0 +1,36 @@
+"""`applianctl history`: trials, roll-backs, rungs and faults, as the agent's record has them."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Any
+
+import click
+
+from appliance import record, status
+from appliance.cli.application import Application
+from appliance.errors import StoreError
+
+
+@click.command()
+@click.option("-n", "--lines", type=click.IntRange(min=1), default=50, show_default=True, metavar="N",
+              help="The latest N entries.")
+@click.option("--json", "as_json", is_flag=True, help="The whole record as JSON.")
+@click.pass_obj
+def history(app: Application, lines: int, as_json: bool) -> None:
+    """What was tried, kept, rolled back and stepped down, and the faults, oldest first."""
+    known = record.load(app.service.state, keep=True)
+    if known.warning:
+        raise StoreError("the history cannot be shown", why=known.warning, do="run it with sudo")
+    if as_json:
+        click.echo(json.dumps(known.to_json(), indent=2))
+        return
+    entries: list[dict[str, Any]] = [*known.history, *(
+        {"at": one.at, "event": "fault", "sentence": f"{one.name}: {one.sentence}", "id": one.id}
+        for one in known.faults)]
+    if not entries:
+        click.echo("nothing has happened here yet")
+    for entry in sorted(entries, key=lambda entry: entry["at"])[-lines:]:
+        at = datetime.fromtimestamp(entry["at"]).astimezone().isoformat(" ", "seconds")
+        click.echo(f"{at}  {entry['event']:<12}{status.clean(entry['sentence'])}")

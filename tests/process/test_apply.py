@@ -1,0 +1,93 @@
+"""`apply`, `rollback`, `history` and `reset` against a running agent: what the operator is told, and what then serves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.process.conftest import Agent
+
+
+class Node:
+    """A running agent that reads a configuration file of its own, and commands with the same file."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.file = agent.home / "node.yaml"
+        env = {"FAKE": "ok", "FAKE_CONTROL": str(agent.home / "control")}
+        self.file.write_text(f"# this node\ntrial_s: 0.5\nprobe_s: 1\ndrain_s: 1\nmemory: {{reserve: 64M}}\nworker:\n  env: {json.dumps(env)}\n")
+        agent.serve("ok", APPLIANCE_CONFIG=str(self.file))
+        self.kept()
+
+    def run(self, *args: str) -> subprocess.CompletedProcess[str]:
+        return self.agent.run(*args, APPLIANCE_CONFIG=str(self.file), timeout=120)
+
+    def kept(self) -> dict[str, object]:
+        return self.agent.until(lambda status: bool(status.get("ready")) and status.get("trial") is None)
+
+    def broken(self, mode: str) -> str:
+        return f"worker.env={json.dumps({'FAKE': mode, 'FAKE_CONTROL': str(self.agent.home / 'control')})}"
+
+
+@pytest.fixture
+def node(agent: Agent) -> Node:
+    return Node(agent)
+
+
+def test_a_change_is_followed_until_it_is_kept(node: Node) -> None:
+    done = node.run("apply", "--set", "context=256", "--wait")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "context: default -> 256"
+    assert "the running service takes it now; `applianctl status` shows its trial" in lines
+    assert lines[-1] == "kept"
+    assert node.kept()["context"] == 256
+    assert node.file.read_text().startswith("# this node\n")
+
+
+def test_what_needs_no_other_worker_changes_none(node: Node) -> None:
+    worker = node.agent.status()["worker_pid"]
+    done = node.run("apply", "--set", "max_queued=3", "--set", "listen.port=9999", "--wait")
+    assert done.stdout.splitlines()[-2:][0].startswith("listen.port: from the next")
+    assert done.stdout.splitlines()[-1] == "kept"
+    assert node.agent.status()["worker_pid"] == worker
+
+
+def test_a_change_that_fails_is_reported_and_taken_back(node: Node) -> None:
+    done = node.run("apply", "--set", node.broken("sigill"), "--wait")
+    assert done.returncode == 78
+    assert "rolled back: " in done.stderr
+    assert "illegal instruction" in done.stderr
+    assert "the last good configuration is served" in done.stderr
+    assert node.agent.ready()["rolled_back"]
+    again = node.run("apply", "--set", node.broken("sigill"), "--set", "max_queued=5")
+    assert again.returncode == 78
+    assert "given up before" in again.stderr
+
+
+def test_rollback_history_and_reset(node: Node) -> None:
+    assert "no earlier configuration" in node.run("rollback").stderr
+    assert node.run("apply", "--set", "context=256", "--wait").returncode == 0
+    assert "rolling back" in node.run("rollback").stdout
+    status = node.agent.until(lambda status: bool(status.get("ready") and status.get("rolled_back")))
+    assert status["context"] == 4096
+    assert "rolled back by the operator" in str(status["rolled_back"])
+    assert "context: 256" in node.file.read_text(), "the file is the operator's"
+    events = [line[27:].split()[0] for line in node.run("history").stdout.splitlines()]
+    assert events == ["trial", "kept", "trial", "kept", "rolled-back"]
+    assert "starts anew" in node.run("reset").stdout
+    status = node.agent.until(lambda status: bool(status.get("ready")) and status.get("context") == 256)
+    assert status["rolled_back"] is None
+
+
+def test_a_configuration_that_ends_the_service_is_reported(agent: Agent, tmp_path: Path) -> None:
+    file = agent.home / "node.yaml"
+    file.write_text(json.dumps({"trial_s": 60, "drain_s": 1, "worker": {"env": {"FAKE": "ok", "FAKE_CONTROL": str(agent.home / "control")}}}))
+    agent.serve("ok", APPLIANCE_CONFIG=str(file))
+    agent.ready()
+    wish = f"worker.env={json.dumps({'FAKE': 'own-word'})}"
+    done = agent.run("apply", "--set", wish, "--wait", APPLIANCE_CONFIG=str(file), timeout=120)
+    assert done.returncode != 0, (done.stdout, done.stderr)

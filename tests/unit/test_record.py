@@ -1,0 +1,165 @@
+"""The record: it lasts, it is bounded, and whatever the file or the disk does, the service goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.faults import fault
+from appliance.record import FAILED, FAULTS, HISTORY, SITUATIONS, Record, load, situation
+from appliance.recovery import Step
+from tests.unit.test_trial import LADDER, make
+
+NOW = 1_800_000_000.0
+
+
+def crash(name: str = "crash") -> Any:
+    return fault(name, what="it ended", why="of this", do="that")
+
+
+def filled(state: Path) -> Record:
+    record = load(state)
+    record.enter("host/4.0/a", ladder=LADDER, now=NOW)
+    record.note_fault(crash(), now=NOW, answered_s=3.5, candidate_id="a")
+    record.take(Step(action="step-down", delay_s=1, rung="aten", sentence="down"), crash(), now=NOW)
+    record.keep(make("A"), "good", now=NOW)
+    record.keep(make("B"), "better", now=NOW)
+    record.begin_trial(make("C"), "on trial", now=NOW)
+    record.trial_started()
+    record.fail_trial(make("D"), "no", now=NOW)
+    record.begin_trial(make("C"), "on trial", now=NOW)
+    record.trial_ready(now=NOW)
+    record.say(state="stopped", sentence="stopped: by a signal", exit_code=0, now=NOW)
+    return record
+
+
+def test_everything_lasts(tmp_path: Path) -> None:
+    record = filled(tmp_path)
+    again = load(tmp_path)
+    assert again == record
+    assert again.rung.id == "aten"
+    assert again.previous == make("A")
+    assert again.trial is not None
+    assert again.trial.ready_at == NOW
+    assert again.last_word == {"at": NOW, "state": "stopped", "sentence": "stopped: by a signal", "exit_code": 0}
+    assert again.restarts_total == {"crash": 1}
+    assert again.past().tried == ("full", "aten")
+
+
+def test_the_file_is_the_owners_alone_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    filled(tmp_path)
+    assert stat.S_IMODE((tmp_path / "record.json").stat().st_mode) == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+
+
+@pytest.mark.parametrize("text", [
+    "", "{", "[]", "null", '{"schema": 1}', '{"schema": 99}', "[" * 100_000, '{"schema": 1, "situation": 1e999}',
+    b"\xff\xfe\x00".decode("latin-1"), "x" * (5 << 20),
+], ids=["empty", "cut", "list", "null", "fields-missing", "other-schema", "deep", "infinite", "binary", "huge"])
+def test_garbage_is_kept_aside(tmp_path: Path, text: str) -> None:
+    (tmp_path / "record.json").write_text(text)
+    record = load(tmp_path)
+    assert "record.json.bad" in record.warning
+    assert (tmp_path / "record.json.bad").read_text() == text
+    record.note("x", "y", now=NOW)
+    assert load(tmp_path).warning == ""
+
+
+def test_any_one_damaged_value_is_noticed(tmp_path: Path) -> None:
+    filled(tmp_path)
+    whole = json.loads((tmp_path / "record.json").read_text())
+    for key in whole:
+        if key in ("situation", "rung", "good", "previous", "failed"):  # texts, derived, or unknown means none
+            continue
+        (tmp_path / "record.json").write_text(json.dumps({**whole, key: [{"at": "yesterday"}] if key != "last_word" else 7}))
+        assert load(tmp_path).warning, key
+
+
+def test_no_state_folder_is_an_empty_record(tmp_path: Path) -> None:
+    record = load(tmp_path / "not" / "there")
+    assert (record.warning, record.rung.id, record.faults) == ("", "full", [])
+    assert record.save() is None
+
+
+def test_a_disk_that_refuses_does_not_stop_the_service(tmp_path: Path) -> None:
+    record = filled(tmp_path)
+    (tmp_path / "record.json").rename(tmp_path / "kept")
+    (tmp_path / "record.json").mkdir()
+    record.note_fault(crash("hang"), now=NOW, answered_s=1)
+    assert "cannot be written" in record.problem
+    assert record.past().faults[-1].name == "hang", "remembered all the same"
+    (tmp_path / "record.json").rmdir()
+    record.note("x", "y", now=NOW)
+    assert record.problem == ""
+    assert load(tmp_path).restarts_total["hang"] == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "record.json"]
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    if not os.access("/dev/full", os.W_OK):
+        pytest.skip("no /dev/full here")
+    record = Record(path=tmp_path / "record.json")
+    (tmp_path / f".record.json.{os.getpid()}").symlink_to("/dev/full")
+    record.note("x", "y", now=NOW)
+    assert "No space left on device" in record.problem
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_is_bounded(tmp_path: Path) -> None:
+    record = Record(path=tmp_path / "record.json")
+    for number in range(300):
+        record.situation = f"s{number}"
+        record.faults.append(record_fault(number))
+        record.take(Step(action="step-down", delay_s=0, rung="aten", sentence="x" * 10_000), crash(), now=NOW)
+        record.failed[f"id{number}"] = "r"
+    record.save()
+    again = load(tmp_path)
+    assert (len(again.faults), len(again.history), len(again.failed), len(again.rungs)) == (FAULTS, HISTORY, FAILED, SITUATIONS)
+    assert again.faults[-1].at == 299
+    assert "s299" in again.rungs
+    assert (tmp_path / "record.json").stat().st_size < 400_000
+
+
+def record_fault(number: int) -> Any:
+    from appliance.record import FaultSeen
+
+    return FaultSeen(name="crash", at=number, rung="full", answered_s=0, situation="s", id="a", sentence="s" * 500)
+
+
+def test_another_situation_begins_with_the_whole_plan_and_the_first_is_remembered(tmp_path: Path) -> None:
+    record = filled(tmp_path)
+    record.enter("host/8.0/a", ladder=LADDER, now=NOW)
+    assert record.rung.id == "full"
+    assert record.past().faults == ()
+    assert "it was `aten`" in record.history[-1]["sentence"]
+    record.enter("host/4.0/a", ladder=LADDER, now=NOW)
+    assert record.rung.id == "aten"
+    assert len(record.past().faults) == 1
+
+
+def test_a_rung_that_the_plan_lost_is_forgotten(tmp_path: Path) -> None:
+    record = filled(tmp_path)
+    record.enter("host/4.0/a", ladder=("full", "small-batch"), now=NOW)
+    assert record.rung.id == "full"
+    assert "no rung of the plan any more" in record.history[-1]["sentence"]
+
+
+def test_reset_forgets_rungs_failures_and_counts_but_not_what_was_good(tmp_path: Path) -> None:
+    record = filled(tmp_path)
+    record.reset(now=NOW)
+    again = load(tmp_path)
+    assert (again.rung.id, again.failed, again.faults) == ("full", {}, [])
+    assert again.good == make("B")
+    assert again.restarts_total == {"crash": 1}
+    assert again.history[-1]["event"] == "reset"
+
+
+@pytest.mark.parametrize(("ceiling", "same"), [(4 << 30, True), ((4 << 30) - (5 << 20), True), (6 << 30, False), (None, False)])
+def test_situation_knows_memory_to_a_tenth_of_a_gib(ceiling: int | None, same: bool) -> None:
+    first = situation(fingerprint="f", candidate_id="c", ceiling_bytes=4 << 30)
+    assert (situation(fingerprint="f", candidate_id="c", ceiling_bytes=ceiling) == first) is same

