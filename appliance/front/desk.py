@@ -28,7 +28,7 @@ from appliance.front.connection import Connection
 from appliance.front.line import Line, TurnedAway
 from appliance.front.relay import Flight, Relay, Sums
 from appliance.front.routes import Kind, Route
-from appliance.front.words import Refusal
+from appliance.front.words import SERVER, Refusal
 from appliance.keys import KeyRing
 from appliance.settings import Settings
 
@@ -86,16 +86,18 @@ class Desk:
         assert task is not None
         connection.begin(task)
         try:
-            return await self._by_kind(request, find(request))
+            response = await self._by_kind(request, find(request))
         except Refusal as refusal:
-            return _refused(refusal)
+            response = _refused(refusal)
         except ConnectionError:
             raise  # the client is gone; aiohttp closes up
         except Exception:
             log.exception("a defect while answering %s", request.method)
-            return _refused(Refusal(500, "defect", "a defect of the service; its log has the details"))
+            response = _refused(Refusal(500, "defect", "a defect of the service; its log has the details"))
         finally:
             connection.end()
+        response.headers.setdefault("Server", SERVER)
+        return response
 
     def _guarded(self, request: web.BaseRequest) -> Route:
         """The route of a public request. Raises Refusal."""

@@ -23,7 +23,7 @@ import aiohttp
 from aiohttp import web
 
 from appliance.front.body import Body
-from appliance.front.words import Refusal
+from appliance.front.words import SERVER, Refusal
 
 IDLE_S = 2.0
 CONNECT_S = 5.0
@@ -161,4 +161,4 @@ def lost(error: BaseException) -> Refusal:
 
 
 def _passed(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: headers[name] for name in PASSED if name in headers}
+    return {"Server": SERVER} | {name: headers[name] for name in PASSED if name in headers}

@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+SERVER = "appliance"
+"""In each answer; without it aiohttp tells strangers its version and Python's."""
 LIVE_S = 10.0
 """The loop turns at least twice a second; this long without a turn it counts as stuck."""
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}

@@ -55,7 +55,8 @@ EXTRA_ROUTES = ("/tokenize", "/detokenize", "/invocations", "/version", "/ping",
 
 
 def log(process: str, text: str) -> None:
-    print(f"({process} pid={os.getpid()}) {text}", flush=True)
+    level, _, rest = text.partition(" ")
+    print(f"({process} pid={os.getpid()}) {level} {time.strftime('%m-%d %H:%M:%S')} {rest}", flush=True)
 
 
 def named_signal(word: str) -> int:

@@ -46,6 +46,7 @@ def test_a_completion_comes_through(house: House) -> None:
     stream = house.complete(stream=True)
     assert stream.headers["Content-Type"].startswith("text/event-stream")
     assert stream.headers["X-Accel-Buffering"] == "no"
+    assert stream.headers["Server"] == "appliance"
     assert stream.body.endswith(b"data: [DONE]\n\n")
     assert stream.body.count(b"data: {") == 4
     house.until(lambda: house.board.traffic.answered_total == 2)
@@ -81,6 +82,7 @@ def test_every_path_without_the_key_is_401(house: House, method: str, path: str)
     assert answer.status == 401
     assert answer.code == "invalid_api_key"
     assert answer.headers["WWW-Authenticate"] == "Bearer"
+    assert answer.headers["Server"] == "appliance"
 
 
 def test_what_is_not_on_the_list_never_reaches_the_worker(house: House) -> None:
