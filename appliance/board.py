@@ -22,6 +22,15 @@ class Gate:
     retry_after_s: int = 5
 
 
+def gate(state: str, *, wait_s: float) -> Gate:
+    """Open while the worker answers or works; else closed for a while that a client can wait. `wait_s`: until the next
+    start, where that is known."""
+    if state in ("ready", "busy"):
+        return Gate(open=True, reason=state, retry_after_s=1)
+    least_s = 30.0 if state in ("draining", "stopping") else 5.0
+    return Gate(open=False, reason=state, retry_after_s=int(min(max(least_s, wait_s), 300.0)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
     """What the front door did and does. `at`: monotonic, when it said so (its heartbeat); `last_answer_at`: wall

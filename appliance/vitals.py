@@ -6,6 +6,7 @@
 | no answer for longer, but tokens, cache use or relayed bytes moved within `step_s` | busy |
 | the API answers with an error `ERRORS_ALLOWED` times in a row, nothing moves | hung: only errors |
 | no answer within `patience_s`, and the engine took no CPU time for as long | hung: frozen |
+| no answer within HELD_S, nothing moves, and memory.high slowed it down meanwhile | hung: held at its memory limit |
 | no answer yet, its deadline has not passed | well |
 | past its deadline, only CPU time moves, for less than `STALL_S` | busy: one long step is legal |
 | the same for longer | hung: turns without progress |
@@ -18,6 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ERRORS_ALLOWED = 3
+HELD_S = 20.0
+"""Slowed down for memory and no answer for so long: waiting does not help."""
 STALL_S = 300.0
 """Longest legal step: vLLM's own limit for one is the same."""
 FRESH_PROBES = 4
@@ -30,7 +33,8 @@ FIRST_DEADLINE_S = 300.0
 @dataclass(frozen=True, kw_only=True)
 class Signs:
     """`probe_began`: the probe in flight or the last one that failed, None when the last one was answered.
-    `moved`: when tokens, cache use or bytes to users last moved; `cpu_moved`: when the engine last took CPU time."""
+    `moved`: when tokens, cache use or bytes to users last moved; `cpu_moved`: when the engine last took CPU time;
+    `held`: when the kernel last slowed it down for memory."""
 
     now: float
     probe_s: float
@@ -41,14 +45,16 @@ class Signs:
     probe_failure: str
     moved: float
     cpu_moved: float
+    held: float = float("-inf")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """`word`: `well`, `busy` or `hung`."""
+    """`word`: `well`, `busy` or `hung`; `cause`: of a hung one, as `appliance.faults` calls it."""
 
     word: str
     sentence: str = ""
+    cause: str = "hang"
 
 
 def verdict(signs: Signs) -> Verdict:
@@ -65,6 +71,8 @@ def verdict(signs: Signs) -> Verdict:
         return Verdict(word="hung", sentence=f"{signs.probe_failures} probes failed: {why}")
     if waiting_s > patience_s and signs.now - signs.cpu_moved >= patience_s:
         return Verdict(word="hung", sentence=f"{why}, and its engine does not run")
+    if waiting_s > HELD_S and signs.held > began:
+        return Verdict(word="hung", cause="memory-stall", sentence=f"{why}; the kernel holds it at its memory limit")
     if waiting_s <= signs.probe_deadline_s:
         return Verdict(word="well")
     still_s = signs.now - max(signs.moved, began)

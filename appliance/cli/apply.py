@@ -12,7 +12,7 @@ name; the configuration file stays its owner's, everything else becomes the serv
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,6 +38,8 @@ KEPT = 20
 """Earlier configuration files in state/history."""
 AT_RESTART = ("listen.host", "listen.port", "store")
 """What a reload cannot change in a running agent."""
+NOT_TAKEN = "the configuration is not taken"
+"""How the agent's warning begins after a reload that it refused."""
 
 
 @click.command()
@@ -69,9 +71,9 @@ def apply(app: Application, file: Path | None, model: str | None, assignments: t
     if dry_run:
         click.echo("checked; nothing was changed (--dry-run)")
         return
-    put(app, change)
-    if wait:
-        follow(app, change, timeout_s=timeout)
+    running = put(app, change)
+    if wait and running is not None:
+        follow(app, running, timeout_s=timeout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,13 +121,15 @@ def prepare(app: Application, *, file: Path | None = None, model: str | None = N
 
 def check(app: Application, change: Change) -> None:
     """Whether this node can serve it. Raises what is wrong; a missing worker is a warning, it may come later."""
+    from appliance.jobs import find_worker_python
+
     places = from_process(app.env, store=change.new.settings.store)
     store = Store(places.store)
     stored = change.name in store.names()
     if not stored and change.name != DEFAULT_MODEL:
         store.get(change.name)  # raises, naming what there is
     try:
-        python = _worker_python(change)
+        python = find_worker_python(change.new.settings)
     except ConfigError as error:
         if change.new.settings.worker.python is not None:
             raise
@@ -137,14 +141,15 @@ def check(app: Application, change: Change) -> None:
         node = read_node(change.new, places, python, env=app.env, model_name=change.name)
         if refusal := node.plan.refused:
             raise refusal.error()
-        given_up = record.load(app.directories.state, keep=True).failed.get(_wanted(app, change)())
+        given_up = record.load(app.directories.state, keep=True).failed.get(_wanted_id(app, change, python))
         if given_up is not None:
             raise ConfigError("this configuration was given up before", why=given_up,
                               do="run `applianctl reset` to have it tried again")
 
 
-def put(app: Application, change: Change) -> None:
-    """Stage it and tell the agent. From here on this process is the service's account, where it was root."""
+def put(app: Application, change: Change) -> Mapping[str, Any] | None:
+    """Stage it and tell a running agent; its status before that, None where none runs. From here on this process is the
+    service's account, where it was root."""
     before = configfile.read(app.config_path) if change.text is not None and app.config_path.exists() else None
     places = app.directories
     if change.text is not None:
@@ -154,65 +159,55 @@ def put(app: Application, change: Change) -> None:
         _keep(places, before)
     if change.model is not None:
         library.use(change.model, store=Store(places.store), directories=places)
-    tell(app)
-    late = [key for key in AT_RESTART if _value(change.old, key) != _value(change.new, key)]
-    if late and status.current(app.service.runtime) is not None:
-        click.echo(f"{', '.join(late)}: from the next `applianctl restart`")
-
-
-def tell(app: Application) -> None:
-    """Let a running agent read its configuration again, and say what happens next."""
-    if status.current(app.service.runtime) is None:
+    running = status.current(app.service.runtime)
+    if running is None:
         click.echo("the service is not running: this counts at its next start")
-        return
+        return None
     client.command(app.agent_socket, "reload")
     click.echo("the running service takes it now; `applianctl status` shows its trial")
+    late = [key for key in AT_RESTART if _value(change.old, key) != _value(change.new, key)]
+    if late:
+        click.echo(f"{', '.join(late)}: from the next `applianctl restart`")
+    return running
 
 
-def follow(app: Application, change: Change, *, timeout_s: float) -> None:
-    """Print each new sentence until the change is kept. Raises what it was rolled back or failed for."""
-    if status.current(app.service.runtime) is None:
-        return
-    wanted_now = _wanted(app, change)
-    seen, deadline, began = "", time.monotonic() + timeout_s, time.time()
+def follow(app: Application, before: Mapping[str, Any], *, timeout_s: float) -> None:
+    """Print each new sentence until the change is kept. Raises what it was refused, rolled back or ended for.
+
+    `before`: the status before the agent was told; the agent stamps each reload that it has acted on.
+    """
+    seen, deadline = "", time.monotonic() + timeout_s
     while True:
         current = status.current(app.service.runtime)
-        known = record.load(app.directories.state, keep=True)
         if current is None:
-            word = known.last_word or {}
+            word = status.last_word(app.service.state, app.service.runtime) or {}
             raise by_exit_code(word.get("exit_code") or TransientError.exit_code)(
                 "the service ended", why=str(word.get("sentence", "")), do="run `applianctl status`")
-        if current["sentence"] != seen:
+        taken = current.get("reloaded_at") not in (None, before.get("reloaded_at"))
+        if taken and current["sentence"] != seen:
             seen = current["sentence"]
             click.echo(status.clean(seen))
-        wanted = wanted_now()
-        if wanted in known.failed:
-            raise ConfigError("rolled back", why=known.failed[wanted], do="the last good configuration is served")
-        if known.good is not None and known.good.id == wanted and status.is_ready(current):
+        if taken and (refused := [text for text in current.get("warnings", ()) if text.startswith(NOT_TAKEN)]):
+            raise ConfigError(refused[0])
+        if taken and status.is_ready(current) and current.get("rolled_back"):
+            raise ConfigError("rolled back", why=str(current["rolled_back"]), do="see `applianctl history`")
+        if taken and status.is_ready(current) and current.get("trial") is None:
             click.echo("kept")
             return
         if time.monotonic() > deadline:
-            raise TransientError(f"not decided after {time.time() - began:.0f} s", why=seen, do="look again later")
-        time.sleep(0.5)
+            raise TransientError(f"not decided after {timeout_s:g} s", why=seen, do="look again later")
+        time.sleep(0.2)
 
 
-def _wanted(app: Application, change: Change) -> Callable[[], str]:
-    """A function that gives the id of the wanted candidate: the default model may still have to be quantized."""
+def _wanted_id(app: Application, change: Change, python: str) -> str:
+    """What the agent will call this candidate, unless flags of its own command line win."""
     from appliance.jobs import worker_contract
 
-    python = _worker_python(change)
     said = worker_contract(python, env=app.env)["versions"]
-    versions = {name: str(version) for name, version in said.items() if version}
-    store = Store(app.directories.store)
-    return lambda: trial.candidate(
-        model=change.name, digest=store.names().get(change.name, ""), worker_python=python, versions=versions,
-        settings=trial.worker_settings(change.new.settings)).id
-
-
-def _worker_python(change: Change) -> str:
-    from appliance.jobs import find_worker_python
-
-    return find_worker_python(change.new.settings)
+    return trial.candidate(
+        model=change.name, digest=Store(app.directories.store).pointed(change.name), worker_python=python,
+        settings=trial.worker_settings(change.new.settings),
+        versions={name: str(version) for name, version in said.items() if version}).id
 
 
 def _keep(places: Directories, text: str) -> None:

@@ -219,3 +219,9 @@ def read_oom_kills(tree: Tree) -> int | None:
         if "oom_kill" in counted:
             return counted["oom_kill"]
     return None
+
+
+def read_slowed(tree: Tree) -> int:
+    """How often the kernel slowed the own group, or one above it, down at memory.high; 0 where it does not count."""
+    hierarchy = read_hierarchy(tree, "memory")
+    return sum(parse_stat(tree.read(f"{folder}/memory.events")).get("high", 0) for folder in hierarchy.folders)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from appliance.board import Board, Command, Gate
+from appliance.board import Board, Command, gate
 from appliance.directories import AGENT_SOCKET, WORKER_SOCKET, Directories, ensure, sockets
 from appliance.errors import ApplianceError
 from appliance.faults import Fault, of_error
@@ -27,7 +27,7 @@ from appliance.node import Node
 from appliance.plan import Rung
 from appliance.recovery import Step
 from appliance.settings import Parsed
-from appliance.supervisor import folders
+from appliance.supervisor import folders, leaf
 from appliance.supervisor import worker as worker_process
 from appliance.supervisor.course import Course
 from appliance.supervisor.life import Life
@@ -67,6 +67,7 @@ class Agent:
         self._after: Callable[[float], None] = self._prepare
         self._until = 0.0
         self._preparation: Preparation | None = None
+        self._leaf: leaf.Leaf | None = None
         self._worker: worker_process.WorkerTree | None = None
         self._ending: Ending | None = None
         self._life: Life | None = None
@@ -106,6 +107,7 @@ class Agent:
         from appliance.keys import FILE as KEYS
         from appliance.keys import KeyRing, configured_key
 
+        self._leaf = leaf.claim()
         for pid in worker_process.end_leftovers(self.directories.runtime):
             self.say(f"ended process {pid}, left by an earlier run")
         parsed = self.configure()
@@ -159,7 +161,7 @@ class Agent:
         self.snapshot.plan(node, rung)
         self._worker, self._life = start(
             node, rung, directories=self.course.directories, worker_python=self.course.worker_python, env=self.env,
-            probe_s=self.course.settings.probe_s, traffic=lambda: self.board.traffic, now=now)
+            probe_s=self.course.settings.probe_s, traffic=lambda: self.board.traffic, leaf=self._leaf, now=now)
         self.say(self.snapshot.plan_sentence(node, rung))
         self._turn = self._living
 
@@ -280,8 +282,10 @@ class Agent:
         """Read the configuration again. A wrong one changes nothing; another worker configuration goes on trial."""
         self.notifier.reloading()
         self._reloading = True
+        self.snapshot.values["reloaded_at"] = time.time()
         try:
             parsed = self.configure()
+            another = self.course.want(parsed)
         except ApplianceError as error:
             self.snapshot.warn("reload", f"the configuration is not taken: {error.line}")
             self.say(f"reload refused: {error.line}")
@@ -291,7 +295,7 @@ class Agent:
         self.snapshot.warn("reload", reason or "")
         if reason:
             self.say(f"reload: {reason}")
-        if self.course.want(parsed):
+        if another:
             self._switch(now)
         else:
             self._reloaded()
@@ -335,7 +339,7 @@ class Agent:
         state, phase = self._state()
         life = self._life
         ready = state == "ready" and not self._drained
-        self.board.gate = self._gate(state)
+        self.board.gate = gate(state, wait_s=self._until - now if self._turn == self._wait else 0.0)
         sentence = self.snapshot.publish(
             state=state, phase=phase, ready=ready, life=life, worker=self._worker, now=now,
             progress=self._preparation.progress if self._preparation else None,
@@ -368,14 +372,6 @@ class Agent:
                 return "draining", f"{left} requests left" if left else "no request is left; `applianctl start` resumes"
             return self._life.state, self._life.sentence_of_trouble or self._life.phase
         return "preparing", self._preparation.phase if self._preparation else "looking for the model"
-
-    def _gate(self, state: str) -> Gate:
-        if self._drained or self._stopping:
-            return Gate(open=False, reason="draining" if not self._stopping else "stopping", retry_after_s=30)
-        if state in ("ready", "busy") and self._turn == self._living:
-            return Gate(open=True, reason=state, retry_after_s=1)
-        wait_s = self._until - time.monotonic() if self._turn == self._wait else 0.0
-        return Gate(open=False, reason=state, retry_after_s=int(min(max(5.0, wait_s), 300.0)))
 
     def _progress(self, state: str, phase: str, now: float) -> tuple[object, ...]:
         """Changes whenever a start gets on; systemd is asked for more time on nothing else."""

@@ -50,15 +50,18 @@ class Course:
     # ---- what is wanted --------------------------------------------------------------------------------------------
 
     def want(self, parsed: Parsed) -> bool:
-        """Take the operator's wish; true when it asks for another worker than the one that is served. Raises ConfigError
-        when there is no worker."""
+        """Take the operator's wish; true when it asks for another worker than the one that is served.
+
+        Raises ConfigError when there is no worker.
+        """
         python = find_worker_python(parsed.settings)
         self._parsed = parsed
         if parsed.settings.store is not None:
             self.directories = dataclasses.replace(self.directories, store=Path(parsed.settings.store))
         name = active_name(parsed, self.directories)
         before = self._wanted
-        self._wanted = (name, self._digest(name), python, json.dumps(trial.worker_settings(parsed.settings), sort_keys=True))
+        asked = json.dumps(trial.worker_settings(parsed.settings), sort_keys=True)
+        self._wanted = (name, self._digest(name), python, asked)
         if self.choice is None:
             return True
         served = self.choice.candidate

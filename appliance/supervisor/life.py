@@ -58,7 +58,9 @@ class Worker(Protocol):
 
 @dataclass(kw_only=True)
 class Life:
-    """`listening`, `answer` and `counters` do the I/O, in the background. Clocks: `now` is monotonic seconds."""
+    """`listening`, `answer` and `counters` do the I/O, in the background. `oom_kills`, `slowed`: what the kernel did for
+    memory's sake: processes killed since the start (None = unknown), and how often it was slowed down. `now` is always
+    monotonic seconds."""
 
     worker: Worker
     listening: Callable[[], bool]
@@ -66,6 +68,7 @@ class Life:
     counters: Callable[[], Counters | None]
     traffic: Callable[[], Traffic]
     oom_kills: Callable[[], int | None]
+    slowed: Callable[[], int]
     probe_s: float
     began: float
     state: str = "loading"
@@ -92,6 +95,8 @@ class Life:
     _cpu_at: float = 0.0
     _tree_moved: float = 0.0
     _engine_moved: float = 0.0
+    _held: float = float("-inf")
+    _slowed: int | None = None
     _bytes: int = 0
     _answered_users: int = 0
 
@@ -145,6 +150,8 @@ class Life:
         stalled = vitals.load_stalled(now=now, began=self.began, spoke=self._spoke, cpu_moved=self._tree_moved)
         if stalled and self.state == "loading":
             self.hang("slow-start", stalled)
+        elif self._held > self._spoke and now - self._spoke > vitals.HELD_S * 3:
+            self.hang("memory-stall", "the kernel holds it at its memory limit")
 
     def _serve(self, now: float) -> None:
         self._take_probe(now)
@@ -155,10 +162,10 @@ class Life:
         found = vitals.verdict(Signs(
             now=now, probe_s=self.probe_s, answered=self.answered, probe_began=self._probe_began,
             probe_deadline_s=self.deadline_s, probe_failures=self.probe_failures, probe_failure=self.probe_failure,
-            moved=self.moved, cpu_moved=self._engine_moved))
+            moved=self.moved, cpu_moved=self._engine_moved, held=self._held))
         self.sentence_of_trouble = found.sentence
         if found.word == "hung":
-            self.hang("hang", found.sentence)
+            self.hang(found.cause, found.sentence)
         elif self.answered is not None:
             fresh = now - self.answered < vitals.fresh_s(self.probe_s, self.deadline_s)
             well = fresh and found.word == "well"
@@ -204,6 +211,9 @@ class Life:
             self._tree_moved = now if abs(tree - self._cpu[0]) > least else self._tree_moved
             self._engine_moved = now if abs(engine - self._cpu[1]) > least else self._engine_moved
             self._cpu, self._cpu_at = (tree, engine), now
+            slowed = self.slowed()
+            self._held = now if self._slowed is not None and slowed > self._slowed else self._held
+            self._slowed = slowed
         if self.state != "loading":
             self._take_sample(now)
 

@@ -9,30 +9,34 @@ from appliance.board import Traffic
 from appliance.directories import Directories
 from appliance.node import Node
 from appliance.plan import Rung
-from appliance.probe.cgroup import read_oom_kills
+from appliance.probe.cgroup import read_oom_kills, read_slowed
 from appliance.probe.tree import Tree
 from appliance.supervisor import folders, health, worker
+from appliance.supervisor.leaf import Leaf
 from appliance.supervisor.life import Life
 
 PATH_DEFAULT = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def start(node: Node, rung: Rung, *, directories: Directories, worker_python: str, env: Mapping[str, str],
-          probe_s: float, traffic: Callable[[], Traffic], now: float) -> tuple[worker.WorkerTree, Life]:
+          probe_s: float, traffic: Callable[[], Traffic], leaf: Leaf | None,
+          now: float) -> tuple[worker.WorkerTree, Life]:
     """Raises StoreError when folders, log or record cannot be written, ConfigError for an interpreter that cannot run;
     then nothing runs."""
     folders.prepare(node.places, directories.cache, fingerprint=node.host.fingerprint)
     socket = Path(node.places.socket)
     tree = Tree(root=Path("/"))
-    before = read_oom_kills(tree)
+    kills = leaf.oom_kills if leaf is not None else lambda: read_oom_kills(tree)
+    slowed = (lambda: leaf.events().get("high", 0)) if leaf is not None else lambda: read_slowed(tree)
+    before = kills()
     started = worker.start(worker.WorkerCommand(
         python=worker_python, argv=rung.argv, log=directories.state / "worker.log", cwd=Path(node.places.cache),
-        env={"PATH": env.get("PATH") or PATH_DEFAULT, **rung.env}, runtime=directories.runtime))
+        env={"PATH": env.get("PATH") or PATH_DEFAULT, **rung.env}, runtime=directories.runtime, leaf=leaf))
     life = Life(
         worker=started, probe_s=probe_s, began=now, traffic=traffic,
         listening=lambda: health.listening(socket), counters=lambda: health.counters(socket),
         answer=lambda timeout_s: health.answer(socket, model=node.model.name, timeout_s=timeout_s),
-        oom_kills=lambda: _grown(before, read_oom_kills(tree)))
+        oom_kills=lambda: _grown(before, kills()), slowed=slowed)
     return started, life
 
 

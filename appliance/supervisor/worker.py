@@ -25,6 +25,7 @@ import psutil
 from appliance import disk
 from appliance.errors import ConfigError
 from appliance.identity import identity, reused
+from appliance.supervisor.leaf import Leaf
 
 LOG_READ_BYTES = 1024**2
 LOG_BYTES = 16 * 1024**2
@@ -37,7 +38,8 @@ RECORD = "worker.json"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerCommand:
-    """What to start: vLLM's arguments, the complete environment, the log file, the working and the runtime folder."""
+    """What to start: vLLM's arguments, the complete environment, the log file, the working and the runtime folder;
+    `leaf`: the control group it belongs to, where there is one of its own."""
 
     python: str
     argv: tuple[str, ...]
@@ -45,6 +47,7 @@ class WorkerCommand:
     log: Path
     cwd: Path
     runtime: Path
+    leaf: Leaf | None = None
 
 
 class WorkerTree:
@@ -115,12 +118,15 @@ class WorkerTree:
 
     def kill(self) -> bool:
         """SIGKILL whatever is left of the tree. True when none of it is left; does not wait."""
+        leaf = self.command.leaf
+        if leaf is not None:
+            leaf.kill()
         left = members(self.pid)
         for process in left:
             with contextlib.suppress(psutil.Error, OSError):
                 process.send_signal(signal.SIGKILL)
         self._members = left
-        if left or self.status() is None:
+        if left or self.status() is None or (leaf is not None and leaf.members()):
             return False
         with contextlib.suppress(OSError):
             (self.command.runtime / RECORD).unlink()
@@ -140,6 +146,8 @@ def start(command: WorkerCommand) -> WorkerTree:
             pass
         with open(command.log, "ab") as log:  # appending: the log may be cut while the worker writes
             process = _popen(command, log)
+            if command.leaf is not None:
+                command.leaf.enter(process.pid)
             with contextlib.suppress(OSError):
                 Path(f"/proc/{process.pid}/oom_score_adj").write_text(OOM_SCORE)
             try:

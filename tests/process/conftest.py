@@ -19,8 +19,9 @@ from typing import Any
 import psutil
 import pytest
 
+from appliance import client
 from appliance import status as status_file
-from appliance.directories import sockets
+from appliance.directories import AGENT_SOCKET, sockets
 from appliance.errors import NotReachable
 from appliance.store import Store
 from appliance.supervisor.worker import members
@@ -149,6 +150,11 @@ class Agent:
             return Reply(status=response.status, headers=dict(response.headers), text=text, seconds=time.monotonic() - began)
         finally:
             connection.close()
+
+    def command(self, name: str) -> None:
+        """A command on the agent's own socket, as `applianctl` sends it."""
+        answer = client.ask(sockets(self.runtime) / AGENT_SOCKET, "POST", f"/control/{name}")
+        assert answer.status == 202, answer
 
     def worker(self) -> list[psutil.Process]:
         """The processes of the worker that the status names: API process first, then the engine."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -83,11 +82,25 @@ def test_rollback_history_and_reset(node: Node) -> None:
     assert status["rolled_back"] is None
 
 
-def test_a_configuration_that_ends_the_service_is_reported(agent: Agent, tmp_path: Path) -> None:
+def test_a_configuration_that_was_broken_meanwhile_is_refused(node: Node) -> None:
+    good = node.file.read_text()
+    node.file.write_text(good + "context: many\n")
+    done = node.run("reload")
+    assert done.returncode == 0
+    status = node.agent.until(lambda status: bool(status.get("warnings")))
+    assert "the configuration is not taken" in str(status["warnings"])
+    assert node.run("apply", "--set", "context=256").returncode == 78
+    node.file.write_text(good)
+    assert node.run("apply", "--set", "context=256", "--wait").returncode == 0
+    assert not node.agent.status()["warnings"]
+
+
+def test_an_agent_that_ends_meanwhile_is_reported(agent: Agent) -> None:
     file = agent.home / "node.yaml"
-    file.write_text(json.dumps({"trial_s": 60, "drain_s": 1, "worker": {"env": {"FAKE": "ok", "FAKE_CONTROL": str(agent.home / "control")}}}))
+    file.write_text(json.dumps({"trial_s": 600, "drain_s": 1, "worker": {"env": {"FAKE": "ok", "FAKE_CONTROL": str(agent.home / "control")}}}))
     agent.serve("ok", APPLIANCE_CONFIG=str(file))
     agent.ready()
-    wish = f"worker.env={json.dumps({'FAKE': 'own-word'})}"
-    done = agent.run("apply", "--set", wish, "--wait", APPLIANCE_CONFIG=str(file), timeout=120)
-    assert done.returncode != 0, (done.stdout, done.stderr)
+    wish = f"worker.env={json.dumps({'FAKE': 'crash', 'FAKE_SAYS': 'ValueError: Unknown quantization method: cpu_int4.'})}"
+    done = agent.run("apply", "--set", wish, "--set", "context=256", "--wait", APPLIANCE_CONFIG=str(file), timeout=120)
+    assert done.returncode == 78, (done.stdout, done.stderr)
+    assert "the service ended" in done.stderr

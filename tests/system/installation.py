@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from appliance import manifest
 from appliance.store import Store
 from tests.process.conftest import CONFIG
 from tests.process.fake_models import int4, write_model
@@ -48,11 +49,12 @@ context: 2048
 max_running: 2
 memory: {reserve: 64M}
 """
-BOOT_ID = """# A test host's own boot id is a mount over /proc, which ProtectProc= replaces by a new /proc.
+DROP_IN = """# A test host's own boot id is a mount over /proc, which ProtectProc= replaces by a new /proc.
 [Service]
+ReadWritePaths=-/run/fake
 BindReadOnlyPaths=/run/.boot-id:/proc/sys/kernel/random/boot_id
 """
-FAKE_CONTROL = "d /run/fake 1777 root root -\n"
+FAKE_CONTROL = "d /run/fake 0777 root root -\n"
 
 
 def install_tree(target: Path) -> Path:
@@ -63,7 +65,7 @@ def install_tree(target: Path) -> Path:
     assert done.returncode == 0, done.stdout
     drop_in = target / "usr/lib/systemd/system/appliance.service.d/testhost.conf"
     drop_in.parent.mkdir()
-    drop_in.write_text(BOOT_ID)
+    drop_in.write_text(DROP_IN)
     return target
 
 
@@ -84,7 +86,7 @@ def fake_tree(target: Path) -> Path:
         **int4("model.layers.0.mlp.down_proj", 64, 64, 32), "model.norm.weight": ("BF16", (64,)),
     }
     store = Store(target / "var/lib/appliance/store")
-    with store.begin("0" * 64) as draft:
+    with store.begin(manifest.key("1" * 64, {})) as draft:
         write_model(draft.folder, CONFIG, shapes)
         store.commit(draft, source="tiny", source_digest="1" * 64, recipe={}, report={}, created="2026-01-01T00:00:00", name="tiny")
     return target

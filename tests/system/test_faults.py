@@ -58,7 +58,6 @@ def test_rung_outlives_a_reboot_and_reset_leaves_it(running: Service) -> None:
                             detect_s=3, answer_s=20)
     rung = after["rung"]
     running.host.reboot()
-    running.host.run("install -d -m 1777 /run/fake")
     assert running.wait_ready(60)["rung"] == rung
     running.control("reset").ok()
     running.wait_for(lambda status: status.get("rung") == "full" and status.get("ready"), 30, "reset")
@@ -95,7 +94,7 @@ def test_killed_agent_takes_its_worker_along(running: Service) -> None:
 
 
 def test_cgroup_oom_is_named_and_a_rung_is_left(service: Service) -> None:
-    service.drop_in("memory", "[Service]\nMemoryMax=600M\n")
+    service.drop_in("memory", "[Service]\nMemoryMax=1100M\n")
     service.write_settings(FAKE_SETTINGS.replace("reserve: 64M", "reserve: 16M"))
     service.start()
     service.wait_ready()
@@ -134,8 +133,8 @@ def test_loading_is_cut_short_by_a_reboot_and_starts_again(service: Service) -> 
 
 @pytest.fixture
 def small_store(fake_layer: str) -> Iterator[Service]:
-    """A volume of 96 MB below the state folder."""
-    with host(fake_layer, volumes=[("/var/lib/appliance", "96M")]) as made:
+    """A volume of 256 MB below the state folder."""
+    with host(fake_layer, volumes=[("/var/lib/appliance", "256M")]) as made:
         made.run("chown appliance:appliance /var/lib/appliance && chmod 750 /var/lib/appliance", check=True)
         yield Service(made)
 
@@ -143,14 +142,14 @@ def small_store(fake_layer: str) -> Iterator[Service]:
 def test_full_disk_is_named_and_healed_by_space(small_store: Service) -> None:
     service = small_store
     service.write_settings(FAKE_SETTINGS.replace("model: tiny\n", ""))
-    service.host.run("head -c 200M /dev/zero >/var/lib/appliance/ballast; df /var/lib/appliance")
+    service.host.run("head -c 300M /dev/zero >/var/lib/appliance/ballast; df /var/lib/appliance")
     began = time.monotonic()
     service.begin()
     found = service.wait_for(lambda status: "full" in str(status.get("sentence")) or "space" in str(status.get("sentence")), 20, "disk full")
     detected = time.monotonic() - began
     service.host.run("rm /var/lib/appliance/ballast", check=True)
     freed = time.monotonic()
-    service.wait_for(lambda status: status.get("state") in ("loading", "answering", "ready") or "smollm2" in str(status.get("model")), 90, "goes on")
+    service.wait_for(lambda status: status.get("state") in ("loading", "answering", "ready") or status.get("progress"), 90, "goes on")
     times.record(case="disk full in the store", fault=str(found.get("fault")), sentence=found["sentence"], detected_s=detected,
                  answered_s=time.monotonic() - freed)
 
@@ -178,7 +177,10 @@ def test_power_cut_during_commits_leaves_whole_objects(fake_layer: str) -> None:
             adding = made.popen("n=0; while :; do n=$((n+1)); echo \"$n\" >/srv/source/note.json; applianctl model add /srv/source --name spare; done")
         adding.kill()
         made.run(["pkill", "-f", "model add"])
-        verified = made.run(["applianctl", "model", "verify", "tiny"])
+        adding.wait()
+        listed = made.run("ls /var/lib/appliance/store/names; ls -A /var/lib/appliance/store/objects | wc -l").out.split()
+        assert {"tiny", "spare"} <= set(listed), listed
+        verified = made.run(["applianctl", "model", "verify"])
         assert verified.rc == 0, verified
         times.record(case="power cut while the store is written", fault="-", sentence=verified.out.strip().splitlines()[-1][:100], answered_s=answered)
 
@@ -189,10 +191,11 @@ def test_corrupt_weights_are_named(running: Service) -> None:
     running.host.run("chmod -R u+w /var/lib/appliance/store/objects && cd /var/lib/appliance/store/objects/* && head -c 64 /dev/urandom >model.safetensors", check=True)
     began = time.monotonic()
     running.begin()
-    found = running.wait_for(lambda status: status.get("state") == "failed", 30, "named")
-    shown = running.show("ExecMainStatus", "NRestarts")
-    times.record(case="corrupt weights, no second copy", fault=str(found.get("fault")), sentence=found["sentence"], detected_s=time.monotonic() - began)
-    assert shown["ExecMainStatus"] in ("65", "73"), (shown, found["sentence"])
+    found = running.wait_for(lambda status: "damaged" in str(status.get("sentence")), 30, "named")
+    assert not found["ready"]
+    assert "model.safetensors" in found["sentence"]
+    times.record(case="corrupt weights, no second copy", fault="damaged", sentence=found["sentence"], detected_s=time.monotonic() - began)
+    assert running.ask()[0] == 503
 
 
 def test_flooded_log_loses_no_fault(running: Service) -> None:
