@@ -18,11 +18,15 @@ def identity(pid: int | None = None) -> dict[str, Any]:
 
 
 def alive(known: Any) -> bool:
-    """Whether the process that this identity was taken of still lives; False for anything that is no identity."""
+    """Whether the process that this identity was taken of still lives; False for anything that is no identity.
+
+    One that has ended and was not reaped by its parent yet does not live.
+    """
     if not isinstance(known, Mapping) or not _is_pid(known.get("pid")) or known.get("boot") != _boot():
         return False
     try:
-        return bool(_ticks(known["pid"]) == known.get("ticks"))
+        fields = _stat(known["pid"])
+        return fields[0] not in "ZX" and int(fields[19]) == known.get("ticks")
     except (OSError, ValueError, IndexError):
         return False
 
@@ -42,8 +46,12 @@ def _is_pid(value: Any) -> bool:
 
 
 def _ticks(pid: int) -> int:
-    # Field 22 of stat(5); the name in field 2 may hold spaces and parentheses.
-    return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+    return int(_stat(pid)[19])
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of stat(5) from the third on, the state; the name in field 2 may hold spaces and parentheses."""
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def _boot() -> str:

@@ -53,9 +53,9 @@ def machine(case: Patient, host: HostFacts) -> HostSigns:
 
 def _clock_behind(case: Patient) -> float | None:
     """How far the present lies before the newest record."""
-    times = [entry.get("at") for key in ("history", "faults") for entry in case.record.get(key) or ()
-             if isinstance(entry, Mapping)]
-    times.append((case.record.get("last_word") or {}).get("at"))
+    times = [entry.get("at") for key in ("history", "faults") for entry in case.remembered(key)]
+    word = case.record.get("last_word")
+    times.append(word.get("at") if isinstance(word, Mapping) else None)
     known = [at for at in times if isinstance(at, (int, float))]
     return max(known) - case.now if known else None
 

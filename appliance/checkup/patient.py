@@ -33,6 +33,11 @@ class Patient:
     def settings(self) -> Settings:
         return self.parsed.settings if isinstance(self.parsed, Parsed) else Settings()
 
+    def remembered(self, key: str) -> list[Mapping[str, Any]]:
+        """Entries of a list in the record, whatever stands there."""
+        found = self.record.get(key)
+        return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
+
 
 def patient(directories: Directories, read_settings: Callable[[], Parsed], *, env: Mapping[str, str],
             now: float) -> Patient:

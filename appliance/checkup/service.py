@@ -60,8 +60,9 @@ def _answers(case: Patient, unseen: list[str]) -> bool | None:
 
 def _recent_faults(case: Patient) -> dict[str, int]:
     counts: dict[str, int] = {}
-    for fault in case.record.get("faults") or ():
-        if isinstance(fault, Mapping) and 0 <= case.now - (fault.get("at") or 0) < HOUR_S:
+    for fault in case.remembered("faults"):
+        at = fault.get("at")
+        if isinstance(at, (int, float)) and 0 <= case.now - at < HOUR_S:
             counts[str(fault.get("name"))] = counts.get(str(fault.get("name")), 0) + 1
     return counts
 

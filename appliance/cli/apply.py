@@ -38,6 +38,8 @@ KEPT = 20
 """Earlier configuration files in state/history."""
 AT_RESTART = ("listen.host", "listen.port", "store")
 """What a reload cannot change in a running agent."""
+SECRET = ("worker.env", "worker.extra_args")
+"""Values that may hold a secret are not printed."""
 NOT_TAKEN = "the configuration is not taken"
 """How the agent's warning begins after a reload that it refused."""
 
@@ -108,8 +110,8 @@ def prepare(app: Application, *, file: Path | None = None, model: str | None = N
     used = model if model and "model" not in changes else None
     before = library.active_name(old, app.directories)
     name = used or library.active_name(new, app.directories)
-    lines = [f"{key}: {_shown(old, key)} -> {_shown(new, key)}" for key in KEYS
-             if key != "model" and _value(old, key) != _value(new, key)]
+    lines = [f"{key}: {_shown(old, key)} -> {_shown(new, key)}" if key not in SECRET else f"{key}: changed"
+             for key in KEYS if key != "model" and _value(old, key) != _value(new, key)]
     if name != before or used:
         lines.insert(0, f"model: {before} -> {name}")
     lines = [line for line in lines if line != f"model: {name} -> {name}"]
@@ -179,8 +181,8 @@ def follow(app: Application, before: Mapping[str, Any], *, timeout_s: float) -> 
     seen, deadline = "", time.monotonic() + timeout_s
     while True:
         current = status.current(app.service.runtime)
-        if current is None:
-            word = status.last_word(app.service.state, app.service.runtime) or {}
+        if current is None or (current["state"] in status.ENDED and current.get("exit_code") is not None):
+            word = current or status.last_word(app.service.state, app.service.runtime) or {}
             raise by_exit_code(word.get("exit_code") or TransientError.exit_code)(
                 "the service ended", why=str(word.get("sentence", "")), do="run `applianctl status`")
         taken = current.get("reloaded_at") not in (None, before.get("reloaded_at"))

@@ -1,14 +1,17 @@
-"""`applianctl probe`: the facts of this machine, or of a captured one. Reads, never decides or writes."""
+"""`applianctl probe`: the facts of this machine, or of a captured one. Reads, never decides; writes only what
+`--capture` asks for."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import click
 
 from appliance.budget import show
+from appliance.errors import UsageError
 from appliance.facts import (
     Core,
     CpuFacts,
@@ -21,6 +24,11 @@ from appliance.facts import (
     to_json,
 )
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from appliance.cli.application import Application
+
 Line = tuple[str, str]
 """Label and value."""
 
@@ -30,8 +38,9 @@ UNKNOWN = "unknown"
 @click.command()
 @click.option("--root", metavar="DIR", default="/", help="Folder of a captured host (default: this machine).")
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
+@click.option("--capture", metavar="DIR", help="Write this machine's files and answers there, for a bug report.")
 @click.pass_context
-def probe(ctx: click.Context, root: str, as_json: bool) -> None:
+def probe(ctx: click.Context, root: str, as_json: bool, capture: str | None) -> None:
     """Show CPU, cores, memory ceiling, software and disk space of this machine.
 
     A value that cannot be found out is `unknown`.
@@ -43,6 +52,11 @@ def probe(ctx: click.Context, root: str, as_json: bool) -> None:
 
     here = Path(root).resolve() == Path("/")
     application = ctx.obj or Application(env=os.environ)
+    if capture is not None:
+        if not here:
+            raise UsageError("--capture and --root exclude each other", do="capture the machine that this runs on")
+        _capture(Path(capture), application)
+        return
     facts = read_host(
         root,
         store=application.directories.store if here else None,
@@ -52,6 +66,17 @@ def probe(ctx: click.Context, root: str, as_json: bool) -> None:
         click.echo(json.dumps({**to_json(facts), "fingerprint": facts.fingerprint}, indent=2))
     else:
         click.echo(render(facts))
+
+
+def _capture(folder: Path, application: Application) -> None:
+    from appliance.probe.capture import capture
+
+    written = capture(folder, store=application.directories.store, versions=application.versions(), env=application.env)
+    for name in written:
+        click.echo(f"  {name}")
+    click.echo(f"{len(written)} files in {folder}: what the probe read, without names of the machine, of accounts and of "
+               "control groups,\nwithout serial numbers and addresses. Look through them before you send them. "
+               f"To check: applianctl probe --root {folder}")
 
 
 def render(facts: HostFacts) -> str:

@@ -5,7 +5,8 @@ On the live host a child process answers (`appliance.probe.proof`); for a captur
 
     {"architecture": "x86_64", "cpuid": {"7.0": {"eax": "0x0", ...}}, "xgetbv": "0x7", "amx_permission": null,
      "proof": {"avx2": true}, "reasons": {"avx512": "..."}, "executable_mappings": true, "affinity": [0, 1],
-     "disk": {"store_path": "...", "store_free_bytes": 0, "shm_total_bytes": 0, "shm_free_bytes": 0}}
+     "disk": {"store_path": "...", "store_free_bytes": 0, "shm_total_bytes": 0, "shm_free_bytes": 0},
+     "software": {"compiler": "/usr/bin/g++", "versions": {"torch": "2.13.0"}}}
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class Evidence:
     executable_mappings: bool | None = None
     affinity: tuple[int, ...] | None = None
     disk: Mapping[str, Any] = field(default_factory=dict)
+    software: Mapping[str, Any] = field(default_factory=dict)
+    """What the machine itself found by its environment: wins over what the files of the folder say."""
 
 
 def parse_evidence(text: str) -> Evidence:
@@ -61,6 +64,7 @@ def parse_evidence(text: str) -> Evidence:
             executable_mappings=raw.get("executable_mappings"),
             affinity=None if affinity is None else tuple(sorted(map(int, affinity))),
             disk=dict(raw.get("disk", {})),
+            software=dict(raw.get("software", {})),
         )
     except (AttributeError, TypeError) as error:
         raise ValueError(str(error)) from None

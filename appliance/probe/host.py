@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from appliance.errors import UsageError
-from appliance.facts import HostFacts
+from appliance.facts import DiskFacts, HostFacts, SoftwareFacts
 from appliance.probe.cpu import read_cpu, worth_proving
 from appliance.probe.disk import captured_disk, read_disk
-from appliance.probe.evidence import ask_live, read_captured
+from appliance.probe.evidence import Evidence, ask_live, read_captured
 from appliance.probe.memory import read_memory
-from appliance.probe.software import read_software
+from appliance.probe.software import captured_software, read_software
 from appliance.probe.topology import read_topology
 from appliance.probe.tree import Tree
 
@@ -45,18 +45,30 @@ def read_host(
         raise UsageError(f"{folder} is not a host", why=why, do="give / or the folder of a captured host")
     is_live = folder.resolve() == Path("/") if live is None else live
     tree = Tree(root=folder)
+    if is_live:
+        return read_live(tree, store=store, versions=versions, env=env)[0]
+    evidence = read_captured(folder)
+    software = read_software(tree, env=env or {}, live=False, versions=versions,
+                             executable_mappings=evidence.executable_mappings)
+    return _facts(tree, evidence, captured_software(software, evidence.software), captured_disk(evidence.disk))
+
+
+def read_live(
+    tree: Tree, *, store: Path | None, versions: Mapping[str, str], env: Mapping[str, str] | None = None
+) -> tuple[HostFacts, Evidence]:
+    """Facts of this machine, and what was asked beyond its files."""
     cpuinfo = tree.read("/proc/cpuinfo")
-    evidence = ask_live(lambda known: worth_proving(cpuinfo, known)) if is_live else read_captured(folder)
+    evidence = ask_live(lambda known: worth_proving(cpuinfo, known))
+    software = read_software(tree, env=dict(os.environ) if env is None else env, live=True, versions=versions,
+                             executable_mappings=evidence.executable_mappings)
+    return _facts(tree, evidence, software, read_disk(store)), evidence
+
+
+def _facts(tree: Tree, evidence: Evidence, software: SoftwareFacts, disk: DiskFacts) -> HostFacts:
     return HostFacts(
-        cpu=read_cpu(cpuinfo, evidence),
+        cpu=read_cpu(tree.read("/proc/cpuinfo"), evidence),
         topology=read_topology(tree, evidence.affinity),
         memory=read_memory(tree),
-        software=read_software(
-            tree,
-            env=env if env is not None else dict(os.environ) if is_live else {},
-            live=is_live,
-            versions=versions,
-            executable_mappings=evidence.executable_mappings,
-        ),
-        disk=read_disk(store) if is_live else captured_disk(evidence.disk),
+        software=software,
+        disk=disk,
     )

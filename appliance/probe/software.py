@@ -7,11 +7,13 @@ does not count as found, because only the folders of a 64-bit userland are searc
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import struct
 import sysconfig
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from appliance.facts import SoftwareFacts
 from appliance.probe.tree import Tree
@@ -47,6 +49,13 @@ def read_software(
         versions=dict(versions),
         executable_mappings=executable_mappings,
     )
+
+
+def captured_software(found: SoftwareFacts, told: Mapping[str, Any]) -> SoftwareFacts:
+    """What the files of a captured host say, and over it what the machine itself found (`software` of captured.json);
+    names that no fact has are left out."""
+    known = {field.name for field in dataclasses.fields(SoftwareFacts)}
+    return dataclasses.replace(found, **{name: value for name, value in told.items() if name in known})
 
 
 def parse_dpkg_status(text: str | None, package: str) -> dict[str, str]:

@@ -107,7 +107,7 @@ class Agent:
         from appliance.keys import FILE as KEYS
         from appliance.keys import KeyRing, configured_key
 
-        self._leaf = leaf.claim()
+        self._leaf = leaf.claim() if self.notifier.listening else None  # in a terminal the group is not ours
         for pid in worker_process.end_leftovers(self.directories.runtime):
             self.say(f"ended process {pid}, left by an earlier run")
         parsed = self.configure()

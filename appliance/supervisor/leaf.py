@@ -28,7 +28,8 @@ class Leaf:
         return _write(self.folder / "cgroup.procs", str(pid))
 
     def events(self) -> Mapping[str, int]:
-        """memory.events: `oom_kill` processes killed, `high` how often it was slowed down; empty when unknown."""
+        """memory.events: `oom_kill` counts its killed processes, whosever limit was hit; `high` and `max` are counted
+        where the limit stands, that is above. Empty when unknown."""
         return parse_stat(_read(self.folder / "memory.events"))
 
     def oom_kills(self) -> int | None:

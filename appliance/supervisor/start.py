@@ -27,7 +27,6 @@ def start(node: Node, rung: Rung, *, directories: Directories, worker_python: st
     socket = Path(node.places.socket)
     tree = Tree(root=Path("/"))
     kills = leaf.oom_kills if leaf is not None else lambda: read_oom_kills(tree)
-    slowed = (lambda: leaf.events().get("high", 0)) if leaf is not None else lambda: read_slowed(tree)
     before = kills()
     started = worker.start(worker.WorkerCommand(
         python=worker_python, argv=rung.argv, log=directories.state / "worker.log", cwd=Path(node.places.cache),
@@ -36,7 +35,7 @@ def start(node: Node, rung: Rung, *, directories: Directories, worker_python: st
         worker=started, probe_s=probe_s, began=now, traffic=traffic,
         listening=lambda: health.listening(socket), counters=lambda: health.counters(socket),
         answer=lambda timeout_s: health.answer(socket, model=node.model.name, timeout_s=timeout_s),
-        oom_kills=lambda: _grown(before, kills()), slowed=slowed)
+        oom_kills=lambda: _grown(before, kills()), slowed=lambda: read_slowed(tree))
     return started, life
 
 

@@ -5,6 +5,7 @@
 
 `1b` is a Llama of 1B shape. `hollow` has SmolLM2-135M's layers and vocabulary, nearly its heads (8/4 for 9/3: 64
 columns must be whole heads), and linears of 64 columns that cost nothing: what is left of a step is the server's work.
+The others are for the memory benchmark and differ in what memory depends on; they are folders only.
 The folder has no tokenizer of its own; the GGUF file takes the tokenizer of another one. Needs the worker's environment (torch, gguf).
 """
 
@@ -12,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ VOCAB = 49152  # SmolLM2's, so that its tokenizer serves
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a Llama consists of; head and table are tied."""
+    """What a model of Llama's kind consists of. `extra`: further fields of its config.json."""
 
     hidden: int
     layers: int
@@ -34,12 +35,37 @@ class Shape:
     head: int
     """Columns of one attention head."""
     vocab: int = VOCAB
+    architecture: str = "LlamaForCausalLM"
+    tied: bool = True
+    context: int = 8192
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    qkv_bias: bool = False
+    head_norms: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
+SMALL = {"hidden": 1024, "layers": 12, "mlp": 2816, "head": 64, "context": 32768}
 SHAPES = {
     "1b": Shape(hidden=2048, layers=16, mlp=8192, heads=32, kv_heads=8, head=64),
     "hollow": Shape(hidden=64, layers=30, mlp=64, heads=8, kv_heads=4, head=64),
+    "gqa": Shape(**SMALL, heads=16, kv_heads=4),
+    "mha": Shape(**SMALL, heads=16, kv_heads=16),
+    "mqa": Shape(**SMALL, heads=16, kv_heads=1),
+    "window": Shape(**SMALL, heads=16, kv_heads=8, architecture="MistralForCausalLM", tied=False,
+                    extra={"sliding_window": 4096}),
+    "qwen2": Shape(**SMALL, heads=16, kv_heads=2, architecture="Qwen2ForCausalLM", vocab=151936, tied=False, qkv_bias=True),
+    "qwen3": Shape(**{**SMALL, "head": 128}, heads=16, kv_heads=8, architecture="Qwen3ForCausalLM", vocab=151936,
+                   head_norms=True),
+    "granite": Shape(**SMALL, heads=16, kv_heads=4, architecture="GraniteForCausalLM"),
+    "gemma2": Shape(**{**SMALL, "head": 256}, heads=4, kv_heads=2, architecture="Gemma2ForCausalLM",
+                    norms=("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
+                           "post_feedforward_layernorm"),
+                    extra={"sliding_window": 4096, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0,
+                           "final_logit_softcapping": 30.0, "hidden_activation": "gelu_pytorch_tanh"}),
 }
+
+
+GGUF_NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 
 
 def tensors(shape: Shape, layer: int) -> list[tuple[str, str, list[int]]]:
@@ -54,15 +80,18 @@ def tensors(shape: Shape, layer: int) -> list[tuple[str, str, list[int]]]:
         (f"{hf}.mlp.gate_proj.weight", f"{gguf}.ffn_gate.weight", [mlp, hidden]),
         (f"{hf}.mlp.up_proj.weight", f"{gguf}.ffn_up.weight", [mlp, hidden]),
         (f"{hf}.mlp.down_proj.weight", f"{gguf}.ffn_down.weight", [hidden, mlp]),
-        (f"{hf}.input_layernorm.weight", f"{gguf}.attn_norm.weight", [hidden]),
-        (f"{hf}.post_attention_layernorm.weight", f"{gguf}.ffn_norm.weight", [hidden]),
+        *((f"{hf}.{norm}.weight", f"{gguf}.{GGUF_NORMS.get(norm, norm)}.weight", [hidden]) for norm in shape.norms),
+        *((f"{hf}.self_attn.{part}_proj.bias", "", [size]) for part, size in
+          (("q", queries), ("k", keys), ("v", keys)) if shape.qkv_bias),
+        *((f"{hf}.self_attn.{part}_norm.weight", "", [shape.head]) for part in "qk" if shape.head_norms),
     ]
 
 
 def outer(shape: Shape) -> list[tuple[str, str, list[int]]]:
     """The tensors that belong to no layer."""
+    head = [] if shape.tied else [("lm_head.weight", "output.weight", [shape.vocab, shape.hidden])]
     return [("model.embed_tokens.weight", "token_embd.weight", [shape.vocab, shape.hidden]),
-            ("model.norm.weight", "output_norm.weight", [shape.hidden])]
+            ("model.norm.weight", "output_norm.weight", [shape.hidden]), *head]
 
 
 def write_safetensors(shape: Shape, folder: Path) -> int:
@@ -92,10 +121,12 @@ def write_safetensors(shape: Shape, folder: Path) -> int:
         total += offset
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (folder / "config.json").write_text(json.dumps({
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": shape.hidden,
+        "architectures": [shape.architecture], "model_type": shape.architecture.removesuffix("ForCausalLM").lower(),
+        "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers, "intermediate_size": shape.mlp, "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads, "head_dim": shape.head, "vocab_size": shape.vocab,
-        "tie_word_embeddings": True, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-5, "max_position_embeddings": 8192}))
+        "tie_word_embeddings": shape.tied, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-5,
+        "max_position_embeddings": shape.context, **shape.extra}))
     (folder / "tokenizer.json").write_text("{}")
     return total
 

@@ -69,12 +69,16 @@ class Control:
     def __init__(self, *mine: str) -> None:
         self.mine = mine
         self.folder = os.environ.get("FAKE_CONTROL", "")
-        self.active: dict[str, tuple[float, float]] = {mode: (float("inf"), 0.0) for mode in FAKE if mode.startswith(mine)}
+        self.active: dict[str, tuple[float, float]] = {mode: (float("inf"), 0.0) for mode in FAKE if self.is_mine(mode)}
+
+    def is_mine(self, mode: str) -> bool:
+        """`die-` stands for all that begin with it, `die` for itself."""
+        return any(mode == name or (name.endswith("-") and mode.startswith(name)) for name in self.mine)
 
     def poll(self) -> None:
         with contextlib.suppress(OSError):
             for path in Path(self.folder).iterdir() if self.folder else ():
-                if path.name.startswith(self.mine) and not path.suffix:
+                if self.is_mine(path.name) and not path.suffix:
                     self._take(path)
 
     def _take(self, path: Path) -> None:

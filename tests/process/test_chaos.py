@@ -18,6 +18,7 @@ SCALED = {"HEALTHY_S": 0.5, "RETRY_S": (0.2, 0.5, 1.0), "OPERATOR_S": (0.0, 0.2,
 """On a node a worker counts as healthy after ten minutes, and what fails again and again waits for up to a minute."""
 REQUEST_S = 20.0
 ENDS = ("die-9", "die-segv", "raise", "leave", "api-9", "api-segv", "api-term", "kill api", "kill engine", "kill all")
+# A worker that stands still before its first answer is given minutes: these wait until it has answered.
 STILL = ("hang", "freeze-engine", "freeze-api", "deaf", "stop engine", "stop api")
 WRONG = ("error", "garbage", "close-mid-stream 2", "crawl 2", "log-flood 4", "load-9", "load-segv", "crash")
 BY_RUNG = ("die-ill", "oom-log")
@@ -46,7 +47,8 @@ def faults(seed: int, count: int) -> list[tuple[str, bool, float]]:
     made = []
     for _ in range(count):
         kind = chance.choices((ENDS, STILL, WRONG, BY_RUNG), (5, 3, 3, 1))[0]
-        made.append((chance.choice(kind), kind is BY_RUNG or chance.random() < 0.7, chance.uniform(0.1, 1.5)))
+        waits = kind in (STILL, BY_RUNG) or chance.random() < 0.6
+        made.append((chance.choice(kind), waits, chance.uniform(0.1, 1.5)))
     return made
 
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 import pytest
@@ -139,7 +140,8 @@ def test_case_076_words_while_loading_full_draining_and_when_it_is_gone(agent: A
         agent.until(lambda status: status["state"] == "draining")
         assert (agent.get("/livez").status, agent.get("/readyz").text) == (200, "draining\n")
         assert agent.complete().json()["error"]["code"] == "draining"
-        assert [one.result() for one in two] == ["answered", "answered"]
+        # The one with a seat is answered; the one in the queue is sent away with the state's word.
+        assert sorted(one.result().split(":")[0] for one in two) == ["answered", "refused"]
     agent.command("resume")
     agent.ready()
     assert agent.complete().status == 200
@@ -179,8 +181,10 @@ def test_case_075_an_open_port_behind_which_nothing_answers(agent: Agent) -> Non
     time.sleep(0.1)
     began = time.monotonic()
     reply = agent.complete(timeout=25)
-    assert (reply.status, "Retry-After" in reply.headers) == (503, True)
+    assert reply.status in (502, 503)  # an error that says so, not a hang
     assert reply.seconds < 10
+    meanwhile = agent.complete()
+    assert (meanwhile.status, "Retry-After" in meanwhile.headers) == (503, True)
     status = agent.until(lambda status: bool(status.get("ready")) and status["worker_pid"] != old[0].pid)
     print(f"seen and replaced within {time.monotonic() - began:.1f} s at a probe interval of 1 s")
     assert status["restarts"][-1]["fault"] == "hang"
@@ -216,6 +220,7 @@ def test_a_frozen_worker_under_load_is_replaced_within_two_probe_intervals(agent
 ])
 def test_busy_is_not_hung(agent: Agent, prompt: int, prefill_s: str, what: str) -> None:
     """A prompt that takes ten and more probe intervals, as twenty minutes are of a slow node."""
+    agent.settings |= {"probe_s": 2}  # CPU time is looked at once a second
     agent.worker_env |= {"FAKE_PREFILL_S": prefill_s, "FAKE_BURN": "1"}
     agent.serve("ok")
     worker = agent.ready()["worker_pid"]
@@ -279,22 +284,26 @@ def test_case_011_all_of_a_worker_is_gone_before_the_next_one_starts(agent: Agen
     assert status["restarts"][-1]["fault"] == "killed"
 
 
-def test_case_017_twenty_kills_leave_nothing_behind(agent: Agent) -> None:
+@pytest.mark.parametrize("cycles", [4, pytest.param(20, marks=pytest.mark.heavy)])
+def test_case_017_kills_leave_nothing_behind(agent: Agent, cycles: int) -> None:
     agent.scaled = {"OPERATOR_S": (0.0,)}
-    shared = {path for folder in ("/dev/shm", "/tmp") for path in os.listdir(folder) if path.startswith(("sem.", "psm_", "appliance-"))}  # noqa: PTH208
+    shared = set(Path("/dev/shm").iterdir())
     process = agent.serve("ok")
     agent.ready()
     agent_process = psutil.Process(process.pid)
     descriptors = []
-    for _ in range(20):
+    for _ in range(cycles):
         worker = agent.worker()
         worker[0].kill()
         agent.until(lambda status, old=worker[0].pid: bool(status.get("ready")) and status["worker_pid"] != old)  # type: ignore[misc]
         descriptors.append(agent_process.num_fds())
     assert len(agent.sockets()) == 5  # agent.sock, worker.sock and the worker's own three
     assert descriptors[-1] <= descriptors[1] + 2
-    assert {path for folder in ("/dev/shm", "/tmp") for path in os.listdir(folder) if path.startswith(("sem.", "psm_", "appliance-"))} == shared  # noqa: PTH208
-    assert agent.status()["restarts_total"] == {"killed": 20}
+    assert agent.status()["restarts_total"] == {"killed": cycles}
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=30)
     assert agent.sockets() == []
+    deadline = time.monotonic() + 10
+    while (left := set(Path("/dev/shm").iterdir()) - shared) and time.monotonic() < deadline:
+        time.sleep(0.5)  # other programs' come and go
+    assert left == set()

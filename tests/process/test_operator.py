@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+from appliance.directories import sockets
 from tests.process.conftest import Agent
 
 
@@ -91,7 +92,7 @@ def test_stop_restart_drain_and_resume(agent: Agent) -> None:
 def test_stop_works_without_the_socket(agent: Agent) -> None:
     process = agent.serve()
     agent.ready()
-    (agent.runtime / "agent.sock").unlink()
+    (sockets(agent.runtime) / "agent.sock").unlink()
     assert agent.run("stop").returncode == 0
     assert process.wait(timeout=5) == 0
 
@@ -119,7 +120,7 @@ def test_chat_needs_no_key(agent: Agent) -> None:
 def test_chat_falls_back_to_the_address_with_one_line(agent: Agent) -> None:
     agent.serve()
     agent.ready()
-    (agent.runtime / "agent.sock").unlink()
+    (sockets(agent.runtime) / "agent.sock").unlink()
     done = agent.run("chat", "hello")
     assert done.returncode == 0, done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -158,6 +159,7 @@ def test_logs_follow_over_a_rotation(tmp_path: Path) -> None:
     assert process.stdout.readline() == "three\n"
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=5) == 0
+    process.stdout.close()
 
 
 def test_watch_writes_a_line_per_change_into_a_pipe_and_redraws_on_a_terminal(agent: Agent) -> None:
@@ -172,8 +174,8 @@ def test_watch_writes_a_line_per_change_into_a_pipe_and_redraws_on_a_terminal(ag
     time.sleep(1.5)
     for process in (piped, drawn):
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=5) == 0
-    lines = (piped.stdout.read() if piped.stdout else "").splitlines()
+    lines = piped.communicate(timeout=5)[0].splitlines()
+    assert (piped.returncode, drawn.wait(timeout=5)) == (0, 0)
     assert "ready: tiny" in lines[0]
     assert len(lines) == 2, lines
     assert "draining" in lines[1]

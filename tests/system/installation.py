@@ -52,7 +52,7 @@ memory: {reserve: 64M}
 DROP_IN = """# A test host's own boot id is a mount over /proc, which ProtectProc= replaces by a new /proc.
 [Service]
 ReadWritePaths=-/run/fake
-BindReadOnlyPaths=/run/.boot-id:/proc/sys/kernel/random/boot_id
+BindReadOnlyPaths=-/run/.boot-id:/proc/sys/kernel/random/boot_id
 """
 FAKE_CONTROL = "d /run/fake 0777 root root -\n"
 
@@ -112,9 +112,10 @@ def real_tree(target: Path) -> Path:
 
 def make_layer(kind: str) -> str:
     """Install on a fresh host and keep the result as a layer; returns its name."""
-    tree = {"fake": fake_tree, "real": real_tree}[kind](BUILD / f"tree-{kind}")
+    tree = {"fake": fake_tree, "real": real_tree}[kind](BUILD / f"tree-{kind}-{os.getpid()}")
     with Host(f"install-{uuid4().hex[:6]}") as host:
         host.push(tree, "/")
+        shutil.rmtree(tree)
         # What the Debian package's scripts will do.
         host.run("systemd-sysusers && systemd-tmpfiles --create && chown -R appliance:appliance /var/lib/appliance && "
                  "chmod 750 /var/lib/appliance && systemctl daemon-reload", check=True)

@@ -140,7 +140,11 @@ def small_store(fake_layer: str) -> Iterator[Service]:
 
 
 def test_full_disk_is_named_and_healed_by_space(small_store: Service) -> None:
+    """A service that ran well is to serve a model that must be made first, and the disk is full."""
     service = small_store
+    service.begin()
+    service.wait_for(lambda status: "tiny" in str(status.get("sentence")), 20, "the first start")
+    service.host.run(["systemctl", "stop", UNIT], check=True)
     service.write_settings(FAKE_SETTINGS.replace("model: tiny\n", ""))
     service.host.run("head -c 300M /dev/zero >/var/lib/appliance/ballast; df /var/lib/appliance")
     began = time.monotonic()

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from appliance.cli.main import SECTIONS
+
 FORBIDDEN = ("torch", "vllm", "numpy", "transformers", "pydantic", "asyncio", "importlib.metadata", "gguf", "yaml", "psutil")
 
 
@@ -29,11 +31,11 @@ def test_help_reads_like_a_table_of_contents(tmp_path: Path) -> None:
     out = applianctl("--help", home=tmp_path).stdout
     for heading in ("Serve:", "Models:", "This machine:", "Settings:"):
         assert heading in out
-    for command in ("serve", "status", "chat", "model", "probe", "plan", "config"):
+    for command in ("serve", "status", "logs", "start", "stop", "drain", "chat", "model", "doctor", "support-bundle", "probe", "plan", "config"):
         assert f"\n  {command} " in out
 
 
-@pytest.mark.parametrize("command", ["serve", "status", "chat", "model", "probe", "plan", "config"])
+@pytest.mark.parametrize("command", [name for _, commands in SECTIONS for name, _, _ in commands])
 def test_every_command_has_help(command: str, tmp_path: Path) -> None:
     done = applianctl(command, "--help", home=tmp_path)
     assert done.returncode == 0

@@ -36,3 +36,13 @@ def test_what_is_not_the_same_is_another(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize("nonsense", [None, 5, "x", [], {}, {"pid": os.getpid()}])
 def test_nonsense_is_not_alive(nonsense: Any) -> None:
     assert not alive(nonsense)
+
+
+def test_a_process_that_nobody_reaped_yet_does_not_live() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    known = identity(child.pid)
+    assert alive(known)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not alive(known)
+    child.communicate()
