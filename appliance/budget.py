@@ -2,12 +2,13 @@
 
 All figures are bytes. A phase is a moment of the worker's life; the peak is the largest phase, not the sum:
 
-    load     runtime + weights + the largest layer being packed
-    compile  runtime + weights + activations + the compiler (g++ runs beside the worker; no cache is allocated yet)
-    warm-up  runtime + weights + key/value cache + activations of one full batch + logits
-    serve    as warm-up; never larger
+    load     processes + weights (+ the largest layer being packed)
+    compile  processes + weights + activations + the compiler (g++ runs beside the worker; no cache is allocated yet)
+    warm-up  processes + weights + key/value cache, up to the first answer
+    serve    the same under load: all seats taken, batches full
 
-Constants carry where they were measured; docs/benchmarks.md has the runs. No I/O here.
+Mapped weights are page cache: they count, because a worker whose weights are pushed out is of no use. Constants are
+fitted to measurements (`make bench-memory`, docs/planning.md). No I/O here.
 """
 
 from __future__ import annotations
@@ -22,14 +23,23 @@ MIB = 1024**2
 GIB = 1024**3
 
 PHASES = ("load", "compile", "warm-up", "serve")
+AFTER_LOAD = PHASES[1:]
 
-API_SERVER_BYTES = 480 * MIB
-"""PSS of vLLM's API server process: Python, torch and vLLM imported, tokenizer. Measured: docs/profile.md."""
-ENGINE_BYTES = 420 * MIB
+API_SERVER_BYTES = 440 * MIB
+"""PSS of vLLM's API server process: Python, torch and vLLM imported. Measured: docs/profile.md."""
+ENGINE_BYTES = 400 * MIB
 """PSS of the engine process without weights, cache and activations: forked from the API server, so what neither has
 written to since is counted half here and half there. Measured: docs/profile.md."""
-COMPILE_BYTES = 500 * MIB
-"""Inductor's graph memory plus one g++ at its peak. Measured: docs/benchmarks.md."""
+STARTED_BYTES = 60 * MIB
+"""What both gain by the first answer: tokenizer, grammars, scheduler, buffers, OpenMP's threads."""
+COMPILE_BYTES = 440 * MIB
+"""Inductor's graph memory plus one g++ at its peak, beyond what stays."""
+COMPILED_BYTES = 60 * MIB
+"""What stays of compiling: graphs, guards, code."""
+PROGRAM_FILES_BYTES = 320 * MIB
+"""Files that a start reads and that are not held: compiled Python modules, libraries' untouched pages."""
+IN_FLIGHT_BATCHES = 2
+"""Batches that vLLM schedules before the first one's tokens are settled (asynchronous scheduling)."""
 RESERVE_PERCENT = 10
 LEAST_RESERVE_BYTES = 128 * MIB
 MIN_CONTEXT = 2048
@@ -38,7 +48,7 @@ MIN_CONTEXT = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryItem:
-    """One line of the arithmetic. `phases`: the phases in which the bytes are held."""
+    """One line of the arithmetic. `phases`: the phases in which the bytes are held; none: wanted, not held."""
 
     item: str
     bytes: int
@@ -47,27 +57,51 @@ class MemoryItem:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The dials that memory depends on. `kv_tokens`: tokens the key/value cache can hold."""
+    """The dials that memory depends on. `sequences`: requests of full context that the key/value cache can hold."""
 
     context: int
-    kv_tokens: int
+    sequences: int
     batch_tokens: int
     running: int
     compile: bool
 
 
 def kv_bytes_per_token(model: ModelFacts) -> int:
-    """2 (key and value) x layers x kv_heads x head_dim x 2 bytes (bf16).
+    """2 (key and value) x layers x kv_heads x head_dim x 2 bytes (bf16): a token that every layer still remembers."""
+    return model.layers * _layer_bytes(model)
 
-    Sliding-window layers count in full: vLLM allocates all layers from one pool on CPU.
+
+def kv_request_bytes(model: ModelFacts, shape: Shape, block: int) -> int:
+    """Bytes of one request that fills the context, in whole blocks: what vLLM reserves for it.
+
+    A layer with a sliding window forgets: it holds the window and what is in flight, in one block more because the
+    window begins inside of one.
     """
-    return 2 * model.layers * model.kv_heads * model.head_dim * 2
+    whole, window = _layers(model)
+    tokens = min((model.sliding_window or 0) - 1 + IN_FLIGHT_BATCHES * shape.batch_tokens, shape.context)
+    blocks = whole * -(-shape.context // block) + window * (-(-tokens // block) + 1)
+    return blocks * block * _layer_bytes(model)
 
 
-def kv_bytes(model: ModelFacts, tokens: int, block: int) -> int:
-    """Bytes of a cache of at least `tokens` tokens in whole blocks, plus the one block vLLM keeps for itself."""
-    blocks = -(-tokens // block) + 1
-    return blocks * block * kv_bytes_per_token(model)
+def kv_bytes(model: ModelFacts, shape: Shape, block: int) -> int:
+    """Bytes of the cache: `sequences` full contexts, and the one block of the pool that vLLM keeps for itself."""
+    pool = min(layers for layers in _layers(model) if layers)
+    return shape.sequences * kv_request_bytes(model, shape, block) + pool * block * _layer_bytes(model)
+
+
+def _layer_bytes(model: ModelFacts) -> int:
+    return 2 * model.kv_heads * model.head_dim * 2
+
+
+def _layers(model: ModelFacts) -> tuple[int, int]:
+    """Layers that remember everything and layers with a window, as vLLM allocates them: where a model has both, they
+    share one pool of blocks in groups of equal size, and the last group is filled up."""
+    whole, window = model.layers - model.sliding_layers, model.sliding_layers
+    if not whole or not window:
+        return whole, window
+    few, many = sorted((whole, window))
+    group = many if many < few * 1.5 else few
+    return -(-whole // group) * group, -(-window // group) * group
 
 
 def items(model: ModelFacts, shape: Shape, *, block: int, gemm_bytes: int, mapped: bool) -> tuple[MemoryItem, ...]:
@@ -81,20 +115,26 @@ def items(model: ModelFacts, shape: Shape, *, block: int, gemm_bytes: int, mappe
     widest = max(n, 2 * model.intermediate_size, 4 * model.hidden_size)
     activations = shape.batch_tokens * (widest * (2 + gemm_bytes) * 2 + model.hidden_size * 2 * 8)
     logits = (shape.running + PROBE_SEATS) * table_rows * (4 + 4 + 2)
+    weights = model.linear_bytes + model.table_bytes + model.kept_bytes
     lines = [
         MemoryItem(item="api server process", bytes=API_SERVER_BYTES, phases=always),
         MemoryItem(item="engine process", bytes=ENGINE_BYTES, phases=always),
+        MemoryItem(item="tokenizer, scheduler, buffers", bytes=STARTED_BYTES, phases=AFTER_LOAD),
         MemoryItem(item="weights: 4-bit linears", bytes=model.linear_bytes, phases=always),
         MemoryItem(item="weights: embedding table and head", bytes=model.table_bytes, phases=always),
         MemoryItem(item="weights: kept in bf16", bytes=model.kept_bytes, phases=always),
         *([] if mapped else [MemoryItem(item="packing the largest layer", bytes=packing, phases=("load",))]),
-        MemoryItem(item="key/value cache", bytes=kv_bytes(model, shape.kv_tokens, block),
-                   phases=("warm-up", "serve")),
-        MemoryItem(item="activations of one batch", bytes=activations, phases=("compile", "warm-up", "serve")),
-        MemoryItem(item="logits", bytes=logits, phases=("warm-up", "serve")),
+        MemoryItem(item="key/value cache", bytes=kv_bytes(model, shape, block), phases=("warm-up", "serve")),
+        MemoryItem(item="activations of one batch", bytes=activations,
+                   phases=("compile", "serve") if shape.compile else ("serve",)),
+        MemoryItem(item="logits", bytes=logits, phases=("serve",)),
     ]
     if shape.compile:
         lines.append(MemoryItem(item="compiler", bytes=COMPILE_BYTES, phases=("compile",)))
+        lines.append(MemoryItem(item="compiled code", bytes=COMPILED_BYTES, phases=AFTER_LOAD))
+    # Mapped weights are in the sums; packed ones are read from files that nobody needs afterwards.
+    wanted = PROGRAM_FILES_BYTES + (0 if mapped else weights)
+    lines.append(MemoryItem(item="page cache wanted besides", bytes=wanted, phases=()))
     return tuple(lines)
 
 

@@ -72,11 +72,12 @@ def scrubber(settings: Settings, *, env: Mapping[str, str], state: Path) -> Scru
 
 
 def json_member(name: str, collect: Callable[[], Any], scrub: Scrubber) -> Member:
-    """A JSON value, or the sentence why there is none."""
+    """A JSON value, or the sentence why there is none: whatever is broken here, the rest is still wanted."""
     try:
         value = collect()
-    except (ApplianceError, OSError, ValueError, subprocess.SubprocessError) as error:
-        value = {"not_collected": error.line if isinstance(error, ApplianceError) else str(error)}
+    except Exception as error:
+        told = error.line if isinstance(error, ApplianceError) else f"{type(error).__name__}: {error}"
+        value = {"not_collected": told}
     text = json.dumps(scrub.tree(value), indent=1, sort_keys=True, default=str)
     return Member(name=name, data=f"{text}\n".encode())
 
@@ -84,7 +85,7 @@ def json_member(name: str, collect: Callable[[], Any], scrub: Scrubber) -> Membe
 def log_members(state: Path, scrub: Scrubber) -> Iterator[Member]:
     """The end of each log that is there."""
     for name in LOGS:
-        if (state / name).exists():
+        if os.access(state, os.X_OK) and (state / name).exists():
             yield _text_member(f"logs/{name}", partial(tail, state / name, LOG_BYTES), scrub.text)
 
 

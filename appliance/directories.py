@@ -13,6 +13,7 @@ Does: choose the four folders from the environment (`locate`, pure) and create o
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
@@ -62,7 +63,9 @@ def of_service(env: Mapping[str, str], *, uid: int, home: str | None, system: Di
     whole = system or _system()
     if env.get("APPLIANCE_HOME") or uid == 0 or (own.runtime / "status.json").exists():
         return own
-    return whole if whole.runtime.is_dir() or whole.state.is_dir() else own
+    with contextlib.suppress(PermissionError):
+        return whole if whole.runtime.is_dir() or whole.state.is_dir() else own
+    return whole  # a state folder that is there and closed
 
 
 def usable_home(env: Mapping[str, str]) -> str | None:

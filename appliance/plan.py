@@ -11,8 +11,8 @@ No I/O, no clock, no environment: the same facts give the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from appliance import budget, launch
@@ -27,6 +27,8 @@ from appliance.threads import choose_threads
 SCHEMA = 1
 BLOCK = 32
 """Tokens per key/value block: with vLLM's own 128 short prompts share no prefix; AMX attention wants 32n."""
+CONTEXT_STEP = 256
+"""A context is cut in steps of so many tokens."""
 SAFE_DEQUANT_THRESHOLD = 2
 DECODER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """One of them kept in bf16, and the layers run one operator at a time."""
@@ -117,9 +119,13 @@ def make_plan(
     if isinstance(fitted, Refusal):
         return _refused(host, model, fitted, tuple(choices))
     shape, lines = fitted
+    more = _with_more(model, settings, shape, running, can_compile, ceiling, usable, gemm_bytes, mapped=mapped)
     if can_compile and not shape.compile:
         compile_reason, compile_evidence = "the compiler's peak does not fit under the ceiling", "memory arithmetic"
     choices += _shape_choices(model, settings, shape, ceiling, ceiling_source, compile_reason, compile_evidence)
+    if more:
+        choices.append(Choice(name="with 1 GiB more", value=more, evidence="memory arithmetic",
+                              reason="what a ceiling that much higher would buy"))
     wide = shape.compile and model.architecture in PLAIN_DECODERS
     choices.append(Choice(name="residual stream", value="fp32" if wide or fused else "bf16",
                           evidence="docs/benchmarks.md",
@@ -131,7 +137,7 @@ def make_plan(
     dials = Dials(
         model_name=model.name, quantization=quantization, kernel=kernel, threads=threads.count, cpus=threads.cpus,
         context=shape.context, running=shape.running, batch_tokens=shape.batch_tokens,
-        kv_bytes=budget.kv_bytes(model, shape.kv_tokens, BLOCK), block=BLOCK, compile=shape.compile,
+        kv_bytes=budget.kv_bytes(model, shape, BLOCK), block=BLOCK, compile=shape.compile,
         capability=launch.ATEN_CAPABILITY[tier], compiler=host.software.compiler, drain_s=settings.drain_s,
         variant=settings.kernel if settings.kernel in NATIVE_VARIANTS else "",
     )
@@ -251,23 +257,21 @@ def _usable(host: HostFacts, ceiling: int | None, settings: Settings) -> int | N
     return max(usable, 0)
 
 
-def _shapes(model: ModelFacts, settings: Settings, running: int, can_compile: bool) -> Iterator[Shape]:
-    """Shapes from most to least wanted: smaller cache, smaller batch, no compiler, and then a shorter context: a slower
-    answer is better than a refused prompt."""
+def _shapes(model: ModelFacts, settings: Settings, running: int, can_compile: bool) -> Iterator[tuple[Shape, int]]:
+    """Shapes from most to least wanted, each with the shortest context that it may be cut to: a smaller cache, no
+    compiler, a shorter context, and last a smaller batch."""
     wanted = min(settings.context or model.max_context, model.max_context)
     least = min(MIN_CONTEXT, wanted) if settings.context is None else wanted
-    contexts = [wanted]
-    while contexts[-1] // 2 >= least:
-        contexts.append(contexts[-1] // 2)
-    if contexts[-1] > least:
-        contexts.append(least)
-    for context in contexts:
-        for compiled in ([True, False] if can_compile else [False]):
-            for batch in (512, 256):
-                # Key/value space for several full contexts only while the context is not already being cut.
-                for sequences in (4, 2, 1) if context == wanted else (1,):
-                    yield Shape(context=context, kv_tokens=context * min(sequences, running), running=running,
-                                batch_tokens=max(batch, running + launch.PROBE_SEATS), compile=compiled)
+    for batch in (512, 256, 128):
+        batch_tokens = max(batch, running + launch.PROBE_SEATS)
+        # A cache for several full contexts only while the context is not being cut.
+        for shortest, fullest in ((wanted, min(4, running)), (least, 1)):
+            for compiled in ([True, False] if can_compile else [False]):
+                sequences = fullest
+                while sequences:
+                    yield Shape(context=wanted, sequences=sequences, running=running, batch_tokens=batch_tokens,
+                                compile=compiled), shortest
+                    sequences //= 2
 
 
 def _fit(model: ModelFacts, settings: Settings, running: int, can_compile: bool, usable: int | None,
@@ -275,14 +279,18 @@ def _fit(model: ModelFacts, settings: Settings, running: int, can_compile: bool,
     if usable is None:
         return Refusal(exit_code=76, what="the memory ceiling is unknown", do="set memory.ceiling in the settings",
                        why="neither /proc/meminfo nor a cgroup limit can be read")
+
+    def needed(shape: Shape) -> int:
+        return budget.peak(budget.items(model, shape, block=BLOCK, gemm_bytes=gemm_bytes, mapped=mapped))[1]
+
     smallest: tuple[int, Shape] | None = None
-    for shape in _shapes(model, settings, running, can_compile):
-        lines = budget.items(model, shape, block=BLOCK, gemm_bytes=gemm_bytes, mapped=mapped)
-        _, need = budget.peak(lines)
+    for wanted, shortest in _shapes(model, settings, running, can_compile):
+        shape = _cut(wanted, shortest, lambda tried: needed(tried) <= usable)
+        need = needed(shape)
         # The full context may take several sequences' worth only where that is cheap: a quarter of the memory.
-        roomy = shape.kv_tokens == shape.context or budget.kv_bytes(model, shape.kv_tokens, BLOCK) <= usable // 4
+        roomy = shape.sequences == 1 or budget.kv_bytes(model, shape, BLOCK) <= usable // 4
         if need <= usable and roomy:
-            return shape, lines
+            return shape, budget.items(model, shape, block=BLOCK, gemm_bytes=gemm_bytes, mapped=mapped)
         if smallest is None or need <= smallest[0]:  # of equal needs the last, which asks for least
             smallest = need, shape
     assert smallest is not None
@@ -293,6 +301,40 @@ def _fit(model: ModelFacts, settings: Settings, running: int, can_compile: bool,
                    why=f"{shape.context} tokens of context need {show(need)}, usable are {show(usable)}",
                    do=f"have {show(need)} free and raise the memory ceiling to {show(ceiling)} or more, "
                       "or use a smaller model")
+
+
+def _cut(shape: Shape, shortest: int, fits: Callable[[Shape], bool]) -> Shape:
+    """The shape with the longest context that fits, in steps of CONTEXT_STEP; with the shortest one where none does."""
+    if shape.context <= shortest or fits(shape):
+        return shape
+    low, high = 0, (shape.context - 1 - shortest) // CONTEXT_STEP  # steps above the shortest; the whole does not fit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(replace(shape, context=shortest + middle * CONTEXT_STEP)):
+            low = middle
+        else:
+            high = middle - 1
+    return replace(shape, context=shortest + low * CONTEXT_STEP)
+
+
+def _with_more(model: ModelFacts, settings: Settings, shape: Shape, running: int, can_compile: bool, ceiling: int | None,
+               usable: int | None, gemm_bytes: int, *, mapped: bool) -> str:
+    """What one GiB more of ceiling and of free memory would change; empty where it would change nothing."""
+    if ceiling is None or usable is None:
+        return ""
+    reserve = settings.memory.reserve
+    growth = budget.GIB - (budget.reserve_bytes(ceiling + budget.GIB, reserve) - budget.reserve_bytes(ceiling, reserve))
+    fitted = _fit(model, settings, running, can_compile, usable + growth, gemm_bytes, mapped=mapped)
+    if isinstance(fitted, Refusal):
+        return ""
+    larger = fitted[0]
+    changes = [
+        f"context {larger.context}" if larger.context != shape.context else "",
+        f"cache for {larger.sequences} full contexts" if larger.sequences != shape.sequences else "",
+        "torch.compile" if larger.compile and not shape.compile else "",
+        f"batches of {larger.batch_tokens} tokens" if larger.batch_tokens != shape.batch_tokens else "",
+    ]
+    return ", ".join(change for change in changes if change)
 
 
 def _shape_choices(model: ModelFacts, settings: Settings, shape: Shape, ceiling: int | None, ceiling_source: str,
@@ -307,15 +349,19 @@ def _shape_choices(model: ModelFacts, settings: Settings, shape: Shape, ceiling:
     else:
         reason = "set by the operator" if settings.context else "the model's maximum"
     yield Choice(name="context", value=shape.context, reason=reason, evidence="memory arithmetic")
-    yield Choice(name="key/value cache", value=budget.kv_bytes(model, shape.kv_tokens, BLOCK),
-                 evidence="memory arithmetic",
-                 reason=f"{shape.kv_tokens} tokens at {budget.kv_bytes_per_token(model)} bytes: "
-                        f"room for {shape.kv_tokens / shape.context:g} full contexts")
+    window = (f", {model.sliding_layers} of {model.layers} layers hold a window of {model.sliding_window}"
+              if model.sliding_layers else "")
+    yield Choice(name="key/value cache", value=budget.kv_bytes(model, shape, BLOCK), evidence="memory arithmetic",
+                 reason=f"room for {_contexts(shape.sequences)} at {budget.kv_bytes_per_token(model)} bytes a token{window}")
     yield Choice(name="batch tokens", value=shape.batch_tokens, evidence="memory arithmetic",
                  reason="prompt chunk of one step: bounds the step time and the warm-up")
     yield Choice(name="block size", value=BLOCK, evidence="vLLM shares whole blocks only",
                  reason="short prompts can share a cached prefix")
     yield Choice(name="compile", value=shape.compile, reason=compile_reason, evidence=compile_evidence)
+
+
+def _contexts(sequences: int) -> str:
+    return "one full context" if sequences == 1 else f"{sequences} full contexts"
 
 
 # ---- the ladder ----------------------------------------------------------------------------------------------------
@@ -328,14 +374,15 @@ def _ladder(dials: Dials, model: ModelFacts, shape: Shape) -> Iterator[tuple[str
         yield "aten", {"kernel": "aten"}
     if dials.compile:
         yield "no-compile", {"compile": False}
-    one = budget.kv_bytes(model, shape.context, BLOCK)
+    single = replace(shape, sequences=1)
+    one = budget.kv_bytes(model, single, BLOCK)
     changes: dict[str, Any] = {}
     if one < dials.kv_bytes:
         changes = {"kv_bytes": one}
         yield "small-kv", changes
     half = max(shape.context // 2, min(MIN_CONTEXT, shape.context))
     if half < shape.context:
-        changes = {**changes, "context": half, "kv_bytes": budget.kv_bytes(model, half, BLOCK)}
+        changes = {**changes, "context": half, "kv_bytes": budget.kv_bytes(model, replace(single, context=half), BLOCK)}
         yield "short-context", changes
     running = max(1, dials.running // 4)
     yield "small-batch", {**changes, "batch_tokens": max(128, running + launch.PROBE_SEATS), "running": running}

@@ -23,7 +23,7 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -240,8 +240,10 @@ class Store:
         with disk.mapped("cannot write to the store", self.root), self._changing():
             self._point(name, digest)
 
-    def remove(self, name: str, *, in_use: str | None = None, force: bool = False) -> int:
-        """Take a name away, and with it every object that no name points to any more. Returns the bytes freed.
+    def remove(self, name: str, *, in_use: str | None = None, force: bool = False,
+               keep: Collection[str] = ()) -> int:
+        """Take a name away, and with it every object that no name points to any more, but those to `keep`. Returns the
+        bytes freed.
 
         Raises UsageError for the name `in_use` unless `force`, ModelError for an unknown name.
         """
@@ -252,14 +254,15 @@ class Store:
         with disk.mapped("cannot remove the model", self.root), self._changing():
             (self._names / name).unlink(missing_ok=True)
             disk.fsync(self._names)
-        return self.prune()
+        return self.prune(keep=keep)
 
-    def prune(self) -> int:
-        """Delete the objects that no name points to, and prepared layouts of no object. Returns the bytes freed."""
+    def prune(self, *, keep: Collection[str] = ()) -> int:
+        """Delete the objects that no name points to and that are not to `keep` (digests), and prepared layouts of no
+        object. Returns the bytes freed."""
         with disk.mapped("cannot clean the store", self.root):
             trash = []
             with self._changing():
-                kept = set(self.names().values())
+                kept = {*self.names().values(), *keep}
                 for digest in self.digests():
                     if digest not in kept:
                         trash.append(self._trash(digest))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from pathlib import Path
 
 from appliance.checkup import setup
 from appliance.checkup.access import access
@@ -30,11 +31,21 @@ def examine(case: Patient, *, deep: bool = False) -> DoctorFacts:
     versions = contract["versions"] if not isinstance(contract, Problem) else {}
     host = read_host("/", store=case.directories.store,
                      versions={name: str(version) for name, version in versions.items() if version})
-    if not os.access(case.directories.state, os.R_OK | os.X_OK) and case.directories.state.is_dir():
+    if _closed(case.directories.state):
         unseen.append(f"the state folder {case.directories.state}")
+    if case.names is None:
+        unseen.append(f"the store {case.directories.store}")
     made = setup.setup(case, host, python, contract)
     if deep and isinstance(python, str):
         made = dataclasses.replace(made, selftest=setup.selftest(python, case),
                                    generation=setup.generation(case) if case.running is not None else None)
     return DoctorFacts(service=service(case, unseen), setup=made, host=machine(case, host),
                        access=access(case, unseen), unseen=tuple(unseen))
+
+
+def _closed(folder: Path) -> bool:
+    """Whether there is a folder that this account may not read."""
+    try:
+        return folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK)
+    except PermissionError:
+        return True

@@ -19,7 +19,6 @@ from appliance.importing.source import inspect
 from appliance.probe.strain import read_strain, swapped_bytes
 from appliance.probe.tree import Tree
 from appliance.settings import DEFAULT_MODEL
-from appliance.store import Store
 from appliance.supervisor import folders
 from appliance.symptoms import HostSigns, Problem
 
@@ -62,10 +61,10 @@ def _clock_behind(case: Patient) -> float | None:
 
 def _need(case: Patient) -> int | None:
     """What quantizing the default model will take, when that is what a start would do."""
-    if isinstance(case.parsed, Problem) or case.running is not None:
+    if isinstance(case.parsed, Problem) or case.running is not None or case.names is None:
         return None
     name = library.active_name(case.parsed, case.directories)
-    if name != DEFAULT_MODEL or name in Store(case.directories.store).names():
+    if name != DEFAULT_MODEL or name in case.names:
         return None
     with contextlib.suppress(ApplianceError):
         # The model, and once more as the layout that the kernels map.

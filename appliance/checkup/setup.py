@@ -64,7 +64,7 @@ def setup(case: Patient, host: HostFacts, python: str | Problem, contract: dict[
 
 def _plan(case: Patient, python: str) -> Problem | None:
     """What the plan refuses, under the unit's limits too: this command's own control group is another."""
-    if case.running is not None or isinstance(case.parsed, Problem):
+    if case.running is not None or isinstance(case.parsed, Problem) or case.names is None:
         return None  # what runs was planned; what is wrong with it is in its status
     limits = [case.settings.memory.ceiling]
     if case.unit is not None:
@@ -74,7 +74,7 @@ def _plan(case: Patient, python: str) -> Problem | None:
     try:
         node.refuse_early(parsed, case.directories, python, env=case.env)
         name = library.active_name(parsed, case.directories)
-        if name == DEFAULT_MODEL and name not in Store(case.directories.store).names():
+        if name == DEFAULT_MODEL and name not in case.names:
             return None
         refused = node.read_node(parsed, case.directories, python, env=case.env).plan.refused
     except ApplianceError as error:
@@ -85,16 +85,16 @@ def _plan(case: Patient, python: str) -> Problem | None:
 def _models(case: Patient) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Sentences on damaged models, and the active model's name when it is not laid out. Sizes only: no byte is read."""
     store = Store(case.directories.store)
-    damaged = []
-    for name in store.names():
+    damaged = [case.store_problem] if case.store_problem else []
+    for name in case.names or ():
         try:
             store.get(name)
         except ApplianceError as error:
             damaged.append(f"{error.what}: {error.why}" if error.why else error.what)
-    if isinstance(case.parsed, Problem) or damaged:
+    if isinstance(case.parsed, Problem) or damaged or case.names is None:
         return tuple(damaged), ()
     active = library.active_name(case.parsed, case.directories)
-    missing = active in store.names() and store.prepared(store.pointed(active)) is None
+    missing = active in case.names and store.prepared(store.pointed(active)) is None
     return tuple(damaged), (active,) if missing else ()
 
 

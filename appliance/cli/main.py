@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from appliance.errors import ApplianceError, StoreError
+from appliance.errors import ApplianceError, NotReachable, StoreError
 
 SECTIONS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
     ("Serve", (
@@ -126,22 +126,27 @@ def main(argv: list[str] | None = None) -> Any:
         # The reader (`| head`) has gone; keep Python from complaining again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        # /dev/full, or a log on a full disk: what was asked for is done, only the words are lost.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(StoreError.exit_code)
     except Exception as error:
-        import traceback
-
-        # A defect of ours: still one line and its own code; the whole story for the report on request.
-        if os.environ.get("APPLIANCE_DEBUG"):
-            traceback.print_exc()
-        told = " ".join(str(error).split()) or "no message"
-        click.echo(f"applianctl: a defect: {type(error).__name__}: {told}; report it with the output of "
-                   "APPLIANCE_DEBUG=1 applianctl ...", err=True)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            # /dev/full, or a log on a full disk: what was asked for is done, only the words are lost.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            sys.exit(StoreError.exit_code)
+        if isinstance(error, PermissionError):
+            click.echo(f"applianctl: {error.filename} is not open to this account; use sudo", err=True)
+            sys.exit(NotReachable.exit_code)
+        _defect(error)
         sys.exit(ApplianceError.exit_code)
+
+
+def _defect(error: Exception) -> None:
+    """A defect of ours: still one line; the whole story for the report on request."""
+    import traceback
+
+    if os.environ.get("APPLIANCE_DEBUG"):
+        traceback.print_exc()
+    told = " ".join(str(error).split()) or "no message"
+    click.echo(f"applianctl: a defect: {type(error).__name__}: {told}; report it with the output of "
+               "APPLIANCE_DEBUG=1 applianctl ...", err=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from appliance import library, status
+from appliance import library, record, status
 from appliance.budget import show as show_size
 from appliance.cli.application import Application
 from appliance.errors import ApplianceError, ModelError, NotReachable, StoreError, UsageError
@@ -179,8 +179,13 @@ def remove(app: Application, name: str, force: bool) -> None:
         running = None
     if running and not force and store.names().get(name) == running:
         raise UsageError(f"{name} is being served now", do="stop the service first, or use --force")
-    freed = store.remove(name, in_use=active, force=force)
+    digest = store.names().get(name, "")
+    known = record.load(app.directories.state, keep=True)
+    wanted_back = {one.digest for one in (known.good, known.previous) if one is not None}
+    freed = store.remove(name, in_use=active, force=force, keep=() if force else wanted_back)
     click.echo(f"{name}: removed, {show_size(freed)} freed")
+    if digest in wanted_back and not force and digest not in store.names().values():
+        click.echo(f"{name}: its files stay, because the service may roll back to them", err=True)
 
 
 @model.command()

@@ -35,7 +35,10 @@ def captured_disk(numbers: Mapping[str, Any]) -> DiskFacts:
 
 
 def _existing(path: Path) -> Path:
-    return next((folder for folder in (path, *path.parents) if folder.exists()), path)
+    try:
+        return next((folder for folder in (path, *path.parents) if folder.exists()), path)
+    except PermissionError:
+        return path
 
 
 def _space(path: Path) -> tuple[int | None, int | None]:

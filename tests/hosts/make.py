@@ -13,6 +13,7 @@ from pathlib import Path
 
 import cgroups
 import cpus
+from fleet import write_fleet
 from folder import DEBIAN, GIB, host, meminfo, node
 
 SPR_TIERS = ("avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
@@ -28,6 +29,7 @@ def write_all(out: Path) -> None:
     memory_limits(out)
     cpu_limits(out)
     odd_userlands(out)
+    write_fleet(out)
 
 
 def instruction_sets(out: Path) -> None:

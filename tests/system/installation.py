@@ -26,12 +26,14 @@ WORKER = "usr/lib/appliance/worker"
 WORKER_PACKAGES = REPOSITORY / ".venv-worker/lib/python3.11/site-packages"
 BOUND = "/usr/lib/appliance/worker-packages"
 FAKE_PYTHON = """#!/bin/sh
-# The fake worker's Python. A file /run/fake/slow-quantize makes quantizing take as many seconds as it says, with progress.
+# The fake worker's Python. A file /run/fake/slow-quantize makes quantizing take as many seconds as it says, with progress;
+# while there is a file /run/fake/stuck-quantize it stands still.
 if [ "$2" = appliance.quantize ] || [ "$2" = appliance.kernels.prepare ]; then
   left=$(cat /run/fake/slow-quantize 2>/dev/null || echo 0)
   while [ "$left" -gt 0 ]; do
     echo "{\\"event\\": \\"progress\\", \\"done_bytes\\": 1, \\"total_bytes\\": $left, \\"item\\": \\"slow\\"}"; sleep 1; left=$((left - 1))
   done
+  while [ -e /run/fake/stuck-quantize ]; do sleep 1; done
   exec /usr/lib/appliance/agent/bin/python /usr/lib/appliance/fake/fake_quantizer.py "$@"
 fi
 exec /usr/bin/python3 /usr/lib/appliance/fake/fake_worker.py "$@"

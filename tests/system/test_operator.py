@@ -65,10 +65,10 @@ def test_case_059_a_configuration_error_is_followed_to_its_exit_code(service: Se
     assert service.control("start").rc == 0
 
 
-@pytest.mark.parametrize("who", ["nobody", "operator"])
+@pytest.mark.parametrize("who", ["nobody", "clerk"])
 def test_what_an_ordinary_account_may(who: str, running: Service) -> None:
-    if who == "operator":
-        running.host.run("useradd -M -G appliance operator", check=True)
+    if who == "clerk":
+        running.host.run("useradd -M -G appliance clerk", check=True)
     run = running.host.run
     assert run(["applianctl", "status"], user=who).out.startswith("ready: serving tiny\n")
     doctor = run(["applianctl", "doctor"], user=who)
@@ -81,8 +81,10 @@ def test_what_an_ordinary_account_may(who: str, running: Service) -> None:
     chat = run(["applianctl", "chat", "hello"], user=who)
     assert chat.rc == 0, chat
     assert chat.out.strip()
+    bundle = run("cd /tmp && applianctl support-bundle mine-$(id -un).tar.gz", user=who)
+    assert bundle.rc == 0, bundle
     drained = run(["applianctl", "drain"], user=who)
-    if who == "operator":
+    if who == "clerk":
         assert chat.err == ""
         assert drained.rc == 0, drained
     else:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.system import times
-from tests.system.installation import host
+from tests.system.installation import REAL_SETTINGS, host
 from tests.system.service import UNIT, Service, Traces
 
 START_S = 240.0
@@ -168,6 +168,15 @@ def test_corrupt_prepared_weights_are_made_again(serving: Service) -> None:
     said = [line for line in serving.journal().splitlines() if "weights" in line or "damaged" in line]
     times.record(case="vLLM: corrupt prepared weights", fault="-", sentence=(said or [status["sentence"]])[-1], answered_s=time.monotonic() - began)
     assert "Paris" in json.loads(serving.ask()[1])["choices"][0]["text"]
+
+
+def test_threads_are_pinned_where_the_settings_say(serving: Service) -> None:
+    serving.write_settings(REAL_SETTINGS + "cpu: {cpus: [0], threads: 1}\n")
+    worker = serving.leader()
+    serving.host.run(["systemctl", "reload", UNIT], check=True, timeout_s=60)
+    serving.wait_for(lambda status: status.get("ready") and status.get("worker_pid") not in (None, worker), AGAIN_S, "on one CPU")
+    threads = serving.host.run(["sh", "-c", f"grep -h Cpus_allowed_list /proc/{serving.engine()}/task/*/status"]).out
+    assert {line.split()[-1] for line in threads.splitlines()} == {"0"}, threads
 
 
 def settled(service: Service) -> Traces:

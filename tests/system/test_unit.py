@@ -150,6 +150,25 @@ def test_case_053_slow_start_with_progress_is_waited_for(service: Service) -> No
     times.record(case="slow start with progress (53)", fault="-", sentence=service.status()["sentence"], answered_s=time.monotonic() - began)
 
 
+def test_case_053_stalled_start_ends(service: Service) -> None:
+    """No progress: the limit is not extended again, and systemd ends the start."""
+    service.drop_in("short", "[Service]\nTimeoutStartSec=8\n")
+    service.write_settings(FAKE_SETTINGS.replace("model: tiny\n", ""))
+    service.host.run("touch /run/fake/stuck-quantize", check=True)
+    began = time.monotonic()
+    service.begin()
+    service.wait_for(lambda status: status.get("state") == "preparing", 15, "preparing")
+    while "start operation timed out" not in service.journal():
+        assert time.monotonic() - began < 180, service.journal()[-2000:]
+        time.sleep(0.5)
+    ended = time.monotonic() - began
+    service.host.run("rm /run/fake/stuck-quantize", check=True)
+    freed = time.monotonic()
+    service.until_answers(60)
+    times.record(case="start without progress (53)", fault="timeout", sentence="start operation timed out. Terminating.", detected_s=ended,
+                 answered_s=time.monotonic() - freed)
+
+
 def test_reload_takes_another_limit_without_a_restart(running: Service) -> None:
     agent, worker = running.agent(), running.leader()
     running.write_settings(FAKE_SETTINGS + "max_queued: 3\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -188,6 +189,18 @@ def test_rollback_reset_and_history_without_an_agent(operator: Operator) -> None
     assert len(json.loads(operator.run("history", "--json").stdout)["history"]) == 3
     assert "begins with the whole plan" in operator.run("reset").stdout
     assert load(operator.state).failed == {}
+
+
+def test_what_may_be_rolled_back_to_is_not_thrown_away(operator: Operator) -> None:
+    store, record = Store(operator.home / "store"), load(operator.state)
+    record.keep(dataclasses.replace(make("A"), model="other", digest="1" * 64), "kept", now=NOW)
+    said = operator.run("model", "remove", "other")
+    assert "its files stay" in said.stderr
+    assert store.has("1" * 64)
+    record.keep(make("B"), "kept", now=NOW)
+    record.keep(make("C"), "kept", now=NOW)
+    assert store.prune(keep=[one.digest for one in (record.good, record.previous) if one]) > 0
+    assert not store.has("1" * 64)
 
 
 # ---- as root: the service's files stay the service's -------------------------------------------------------------------

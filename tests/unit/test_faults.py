@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from appliance import errors
-from appliance.faults import MEANINGS, RULES, VERDICTS, Evidence, classify, of_error
+from appliance.faults import MEANINGS, REFUSED, RULES, VERDICTS, Evidence, classify, of_error
 
 CASES: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parents[1] / "faults" / "cases.yaml").read_text())
 
@@ -40,6 +40,12 @@ def test_every_meaning_is_the_outcome_of_a_case() -> None:
 
 def test_rules_and_verdicts_use_known_names() -> None:
     assert {name for _, name, _, _ in RULES} | set(VERDICTS) <= set(MEANINGS)
+
+
+def test_the_document_has_every_fault() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "recovery.md").read_text()
+    names = {*MEANINGS, *(name for name, _ in REFUSED.values()), "refused-by-worker", "preparing-failed"} - {"stopped"}
+    assert {name for name in names if f"`{name}`" not in text} == set()
 
 
 def test_every_cure_is_a_rung() -> None:
