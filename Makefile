@@ -16,7 +16,7 @@ export APPLIANCE_HOME ?= $(CURDIR)/.run
 export PROMPT
 # The worker's interpreter is found beside the agent's environment; nothing to configure.
 
-.PHONY: help run status chat test test-fast test-worker test-served test-fields test-system install install-agent bench bench-memory bench-kernels bench-serving bench-peers bench-report lint lock goldens clean
+.PHONY: help run status chat test test-fast test-worker test-served test-fields test-chaos test-system install install-agent bench bench-memory bench-kernels bench-serving bench-peers bench-report lint lock goldens clean
 
 help:           ## This list.
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -33,7 +33,7 @@ chat: $(AGENT)/.installed  ## Ask the running service: make chat PROMPT="..."
 test: lint test-fast test-worker test-served  ## All tests that need no systemd (real vLLM included).
 
 test-fast: $(AGENT)/.test  ## Tests of the agent: no torch, no vLLM.
-	$(AGENT)/bin/python -m pytest tests/unit tests/process
+	$(AGENT)/bin/python -m pytest tests/unit tests/process -m "not heavy"
 
 test-worker: $(WORKER)/.installed $(NATIVE) $(TESTLIB)/.installed $(AGENT)/.model  ## Tests of kernels, plugin and quantization, with torch.
 	PYTHONPATH=$(TESTLIB) APPLIANCE_SMOLLM2_GGUF=$$($(AGENT)/bin/python packaging/embedded_path.py) \
@@ -43,7 +43,11 @@ test-served: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## T
 	$(AGENT)/bin/python -m pytest tests/served -m "not heavy"
 
 test-fields: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Each config field off its default on a warm cache (many vLLM starts).
-	$(AGENT)/bin/python -m pytest tests/served -m heavy
+	$(AGENT)/bin/python -m pytest tests/served/test_config_fields.py
+
+test-chaos: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Many faults in a row with clients: 50 with a fake worker, 10 with real vLLM.
+	$(AGENT)/bin/python -m pytest -s tests/process -m heavy
+	$(AGENT)/bin/python -m pytest -s tests/served/test_chaos.py
 
 bench: bench-memory bench-kernels bench-serving bench-report  ## All measurements, against llama.cpp too: docs/benchmarks.md (hours).
 

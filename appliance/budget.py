@@ -25,12 +25,12 @@ GIB = 1024**3
 PHASES = ("load", "compile", "warm-up", "serve")
 AFTER_LOAD = PHASES[1:]
 
-API_SERVER_BYTES = 440 * MIB
+API_SERVER_BYTES = 430 * MIB
 """PSS of vLLM's API server process: Python, torch and vLLM imported. Measured: docs/profile.md."""
-ENGINE_BYTES = 400 * MIB
+ENGINE_BYTES = 390 * MIB
 """PSS of the engine process without weights, cache and activations: forked from the API server, so what neither has
 written to since is counted half here and half there. Measured: docs/profile.md."""
-STARTED_BYTES = 60 * MIB
+STARTED_BYTES = 80 * MIB
 """What both gain by the first answer: tokenizer, grammars, scheduler, buffers, OpenMP's threads."""
 COMPILE_BYTES = 440 * MIB
 """Inductor's graph memory plus one g++ at its peak, beyond what stays."""
@@ -38,8 +38,6 @@ COMPILED_BYTES = 60 * MIB
 """What stays of compiling: graphs, guards, code."""
 PROGRAM_FILES_BYTES = 320 * MIB
 """Files that a start reads and that are not held: compiled Python modules, libraries' untouched pages."""
-IN_FLIGHT_BATCHES = 2
-"""Batches that vLLM schedules before the first one's tokens are settled (asynchronous scheduling)."""
 RESERVE_PERCENT = 10
 LEAST_RESERVE_BYTES = 128 * MIB
 MIN_CONTEXT = 2048
@@ -74,11 +72,11 @@ def kv_bytes_per_token(model: ModelFacts) -> int:
 def kv_request_bytes(model: ModelFacts, shape: Shape, block: int) -> int:
     """Bytes of one request that fills the context, in whole blocks: what vLLM reserves for it.
 
-    A layer with a sliding window forgets: it holds the window and what is in flight, in one block more because the
+    A layer with a sliding window forgets: it holds the window and the batch in work, in one block more because the
     window begins inside of one.
     """
     whole, window = _layers(model)
-    tokens = min((model.sliding_window or 0) - 1 + IN_FLIGHT_BATCHES * shape.batch_tokens, shape.context)
+    tokens = min((model.sliding_window or 0) - 1 + shape.batch_tokens, shape.context)
     blocks = whole * -(-shape.context // block) + window * (-(-tokens // block) + 1)
     return blocks * block * _layer_bytes(model)
 

@@ -209,7 +209,8 @@ def _presence(service: ServiceFacts) -> Iterator[Finding]:
             yield _error("orphan-worker", 75, f"a worker runs without its agent (pids {_list(service.orphans)})",
                          "the agent was killed; the worker holds memory", "the next start ends it")
         if service.holder:
-            yield _error("port-taken", 75, service.holder, "the service cannot listen on it", "stop the other program, or set listen.port")
+            yield _error("port-taken", 75, service.holder, "the service cannot listen on it",
+                         "stop the other program, or set listen.port")
     elif service.running and service.state == "failed":
         yield _error("failed", service.exit_code or 69, "the service has failed", service.sentence,
                      "see `applianctl logs`")

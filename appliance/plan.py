@@ -11,13 +11,14 @@ No I/O, no clock, no environment: the same facts give the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from appliance import budget, launch
 from appliance.budget import MIN_CONTEXT, MemoryItem, Shape, show
 from appliance.facts import HostFacts, KernelTrial, ModelFacts
+from appliance.fitting import Fitting, contexts
 from appliance.launch import Dials, Places
 from appliance.quantize.format import NATIVE_VARIANTS, PLAIN_DECODERS, parse_config
 from appliance.refusal import Refusal, early_refusal, ranges
@@ -27,11 +28,11 @@ from appliance.threads import choose_threads
 SCHEMA = 1
 BLOCK = 32
 """Tokens per key/value block: with vLLM's own 128 short prompts share no prefix; AMX attention wants 32n."""
-CONTEXT_STEP = 256
-"""A context is cut in steps of so many tokens."""
 SAFE_DEQUANT_THRESHOLD = 2
 DECODER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """One of them kept in bf16, and the layers run one operator at a time."""
+UNKNOWN_CEILING = Refusal(exit_code=76, what="the memory ceiling is unknown", do="set memory.ceiling in the settings",
+                          why="neither /proc/meminfo nor a cgroup limit can be read")
 LOWER_CAPABILITY = {"avx512": "avx2", "avx2": "default"}
 LOWER_VARIANT = {"avx2": "avx2", "default": "scalar"}
 """The native kernel's instruction set on a lowered rung; else its self-test chooses."""
@@ -115,17 +116,18 @@ def make_plan(
     usable = _usable(host, ceiling, settings)
     gemm_bytes = 2 if tier in ("avx512_bf16", "amx") else 4
     mapped = kernel == "native" and bool(places.prepared)
-    fitted = _fit(model, settings, running, can_compile, usable, gemm_bytes, mapped=mapped)
-    if isinstance(fitted, Refusal):
-        return _refused(host, model, fitted, tuple(choices))
-    shape, lines = fitted
-    more = _with_more(model, settings, shape, running, can_compile, ceiling, usable, gemm_bytes, mapped=mapped)
+    if ceiling is None or usable is None:
+        return _refused(host, model, UNKNOWN_CEILING, tuple(choices))
+    fitting = Fitting(model=model, wanted_context=settings.context, running=running, can_compile=can_compile,
+                      block=BLOCK, gemm_bytes=gemm_bytes, mapped=mapped)
+    shape = fitting.fit(usable)
+    if shape is None:
+        return _refused(host, model, _refusal(fitting, usable, settings), tuple(choices))
+    lines = fitting.lines(shape)
     if can_compile and not shape.compile:
         compile_reason, compile_evidence = "the compiler's peak does not fit under the ceiling", "memory arithmetic"
     choices += _shape_choices(model, settings, shape, ceiling, ceiling_source, compile_reason, compile_evidence)
-    if more:
-        choices.append(Choice(name="with 1 GiB more", value=more, evidence="memory arithmetic",
-                              reason="what a ceiling that much higher would buy"))
+    choices += _with_more(fitting, shape, ceiling, usable, settings)
     wide = shape.compile and model.architecture in PLAIN_DECODERS
     choices.append(Choice(name="residual stream", value="fp32" if wide or fused else "bf16",
                           evidence="docs/benchmarks.md",
@@ -257,84 +259,23 @@ def _usable(host: HostFacts, ceiling: int | None, settings: Settings) -> int | N
     return max(usable, 0)
 
 
-def _shapes(model: ModelFacts, settings: Settings, running: int, can_compile: bool) -> Iterator[tuple[Shape, int]]:
-    """Shapes from most to least wanted, each with the shortest context that it may be cut to: a smaller cache, no
-    compiler, a shorter context, and last a smaller batch."""
-    wanted = min(settings.context or model.max_context, model.max_context)
-    least = min(MIN_CONTEXT, wanted) if settings.context is None else wanted
-    for batch in (512, 256, 128):
-        batch_tokens = max(batch, running + launch.PROBE_SEATS)
-        # A cache for several full contexts only while the context is not being cut.
-        for shortest, fullest in ((wanted, min(4, running)), (least, 1)):
-            for compiled in ([True, False] if can_compile else [False]):
-                sequences = fullest
-                while sequences:
-                    yield Shape(context=wanted, sequences=sequences, running=running, batch_tokens=batch_tokens,
-                                compile=compiled), shortest
-                    sequences //= 2
-
-
-def _fit(model: ModelFacts, settings: Settings, running: int, can_compile: bool, usable: int | None,
-         gemm_bytes: int, *, mapped: bool) -> tuple[Shape, tuple[MemoryItem, ...]] | Refusal:
-    if usable is None:
-        return Refusal(exit_code=76, what="the memory ceiling is unknown", do="set memory.ceiling in the settings",
-                       why="neither /proc/meminfo nor a cgroup limit can be read")
-
-    def needed(shape: Shape) -> int:
-        return budget.peak(budget.items(model, shape, block=BLOCK, gemm_bytes=gemm_bytes, mapped=mapped))[1]
-
-    smallest: tuple[int, Shape] | None = None
-    for wanted, shortest in _shapes(model, settings, running, can_compile):
-        shape = _cut(wanted, shortest, lambda tried: needed(tried) <= usable)
-        need = needed(shape)
-        # The full context may take several sequences' worth only where that is cheap: a quarter of the memory.
-        roomy = shape.sequences == 1 or budget.kv_bytes(model, shape, BLOCK) <= usable // 4
-        if need <= usable and roomy:
-            return shape, budget.items(model, shape, block=BLOCK, gemm_bytes=gemm_bytes, mapped=mapped)
-        if smallest is None or need <= smallest[0]:  # of equal needs the last, which asks for least
-            smallest = need, shape
-    assert smallest is not None
-    need, shape = smallest
-    reserve = settings.memory.reserve
+def _refusal(fitting: Fitting, usable: int, settings: Settings) -> Refusal:
+    shape = fitting.smallest()
+    need, reserve = fitting.needed_bytes(shape), settings.memory.reserve
     ceiling = need + reserve if reserve is not None else max(need * 10 // 9 + 1, need + 128 * budget.MIB)
-    return Refusal(exit_code=76, what=f"{model.name} does not fit",
+    return Refusal(exit_code=76, what=f"{fitting.model.name} does not fit",
                    why=f"{shape.context} tokens of context need {show(need)}, usable are {show(usable)}",
                    do=f"have {show(need)} free and raise the memory ceiling to {show(ceiling)} or more, "
                       "or use a smaller model")
 
 
-def _cut(shape: Shape, shortest: int, fits: Callable[[Shape], bool]) -> Shape:
-    """The shape with the longest context that fits, in steps of CONTEXT_STEP; with the shortest one where none does."""
-    if shape.context <= shortest or fits(shape):
-        return shape
-    low, high = 0, (shape.context - 1 - shortest) // CONTEXT_STEP  # steps above the shortest; the whole does not fit
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(replace(shape, context=shortest + middle * CONTEXT_STEP)):
-            low = middle
-        else:
-            high = middle - 1
-    return replace(shape, context=shortest + low * CONTEXT_STEP)
-
-
-def _with_more(model: ModelFacts, settings: Settings, shape: Shape, running: int, can_compile: bool, ceiling: int | None,
-               usable: int | None, gemm_bytes: int, *, mapped: bool) -> str:
-    """What one GiB more of ceiling and of free memory would change; empty where it would change nothing."""
-    if ceiling is None or usable is None:
-        return ""
+def _with_more(fitting: Fitting, shape: Shape, ceiling: int, usable: int, settings: Settings) -> Iterator[Choice]:
+    """What one GiB more of ceiling, and of free memory, would buy."""
     reserve = settings.memory.reserve
     growth = budget.GIB - (budget.reserve_bytes(ceiling + budget.GIB, reserve) - budget.reserve_bytes(ceiling, reserve))
-    fitted = _fit(model, settings, running, can_compile, usable + growth, gemm_bytes, mapped=mapped)
-    if isinstance(fitted, Refusal):
-        return ""
-    larger = fitted[0]
-    changes = [
-        f"context {larger.context}" if larger.context != shape.context else "",
-        f"cache for {larger.sequences} full contexts" if larger.sequences != shape.sequences else "",
-        "torch.compile" if larger.compile and not shape.compile else "",
-        f"batches of {larger.batch_tokens} tokens" if larger.batch_tokens != shape.batch_tokens else "",
-    ]
-    return ", ".join(change for change in changes if change)
+    if bought := fitting.with_more(shape, usable + growth):
+        yield Choice(name="with 1 GiB more", value=bought, reason="what a ceiling that much higher would buy",
+                     evidence="memory arithmetic")
 
 
 def _shape_choices(model: ModelFacts, settings: Settings, shape: Shape, ceiling: int | None, ceiling_source: str,
@@ -352,16 +293,13 @@ def _shape_choices(model: ModelFacts, settings: Settings, shape: Shape, ceiling:
     window = (f", {model.sliding_layers} of {model.layers} layers hold a window of {model.sliding_window}"
               if model.sliding_layers else "")
     yield Choice(name="key/value cache", value=budget.kv_bytes(model, shape, BLOCK), evidence="memory arithmetic",
-                 reason=f"room for {_contexts(shape.sequences)} at {budget.kv_bytes_per_token(model)} bytes a token{window}")
+                 reason=f"room for {contexts(shape.sequences)} at {budget.kv_bytes_per_token(model)} bytes "
+                        f"a token{window}")
     yield Choice(name="batch tokens", value=shape.batch_tokens, evidence="memory arithmetic",
                  reason="prompt chunk of one step: bounds the step time and the warm-up")
     yield Choice(name="block size", value=BLOCK, evidence="vLLM shares whole blocks only",
                  reason="short prompts can share a cached prefix")
     yield Choice(name="compile", value=shape.compile, reason=compile_reason, evidence=compile_evidence)
-
-
-def _contexts(sequences: int) -> str:
-    return "one full context" if sequences == 1 else f"{sequences} full contexts"
 
 
 # ---- the ladder ----------------------------------------------------------------------------------------------------

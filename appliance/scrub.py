@@ -19,12 +19,12 @@ SHORTEST_SECRET = 6
 """Shorter texts occur by chance: replacing them would ruin everything else."""
 SAFE_VARIABLES = ("APPLIANCE_", "OMP_", "KMP_", "GOMP_", "ATEN_", "DNNL_", "ONEDNN_", "MALLOC_", "VLLM_CPU_",
                   "VLLM_LOGGING_", "TORCHINDUCTOR_")
-TELLING = r"(?:password|passwd|passphrase|pass|pwd|secret|token|credential|api[_-]?key|private[_-]?key)"
+TELLING = r"(?:password|passwd|passphrase|pass|_pwd|secret|token|credential|api[_-]?key|private[_-]?key)"
 """How the name of a secret ends."""
 PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"-----BEGIN ([A-Z ]*)PRIVATE KEY-----.*?(?:-----END \1PRIVATE KEY-----|\Z)", re.DOTALL), SECRET),
     (re.compile(r"\bsk-[A-Za-z0-9_-]{8,}"), SECRET),
-    (re.compile(r"\bhf_[A-Za-z0-9]{8,}"), SECRET),
+    (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), SECRET),
     (re.compile(r"(?i)(authorization[\"']?\s*[:=]\s*[\"']?)(?:(?:bearer|basic|digest)\s+)?[^\s\"',;]+"),
      rf"\1{SECRET}"),
     (re.compile(r"(?i)\b((?:bearer|basic)\s+)[A-Za-z0-9._~+/=-]{8,}"), rf"\1{SECRET}"),

@@ -18,7 +18,8 @@ import click
 
 from appliance import client
 from appliance.cli.application import Application
-from appliance.errors import ConfigError, ModelError, NotReachable
+from appliance.errors import ModelError, NotReachable
+from appliance.keys import configured_key
 
 PATIENCE_S = 600.0
 """Longest silence within an answer: a long prompt on a slow CPU."""
@@ -76,7 +77,7 @@ def way_in(app: Application, current: Mapping[str, Any]) -> Connect:
         raise NotReachable("the service cannot be asked", why=f"{app.agent_socket} is not open to this account",
                            do="use sudo, or join the group `appliance`")
     click.echo(f"applianctl: {app.agent_socket} is not open to this account; asking {address}", err=True)
-    key = app.env.get("APPLIANCE_API_KEY") or read_key(app.settings.api_key_file)
+    key = app.env.get("APPLIANCE_API_KEY") or configured_key(app.settings.api_key_file, app.env)
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     host, port = ("127.0.0.1" if parts.hostname in ("0.0.0.0", "::") else parts.hostname), parts.port
 
@@ -144,18 +145,3 @@ def _refusal(status: int, data: bytes) -> ModelError | NotReachable:
         return ModelError("the model refused the request", why=str(message),
                           do="shorten it, or check the model's chat template")
     return NotReachable(f"the service answered status {status}", why=str(message), do="run `applianctl status`")
-
-
-def read_key(path: str | None) -> str | None:
-    """The API key: first line of its file; None when none is configured. Raises ConfigError when it cannot be read."""
-    if path is None:
-        return None
-    try:
-        with open(path, encoding="utf-8") as file:
-            key = file.readline().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not text"
-        raise ConfigError(f"the API key in {path} cannot be read", why=why, do="correct api_key_file") from None
-    if not key:
-        raise ConfigError(f"the API key in {path} cannot be used", why="its first line is empty", do="write one")
-    return key

@@ -26,9 +26,9 @@ def history(app: Application, lines: int, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(known.to_json(), indent=2))
         return
-    entries: list[dict[str, Any]] = [*known.history, *(
-        {"at": one.at, "event": "fault", "sentence": f"{one.name}: {one.sentence}", "id": one.id}
-        for one in known.faults)]
+    entries: list[dict[str, Any]] = [  # faults first: at the same moment a fault comes before what was done about it
+        *({"at": one.at, "event": "fault", "sentence": f"{one.name}: {one.sentence}"} for one in known.faults),
+        *known.history]
     if not entries:
         click.echo("nothing has happened here yet")
     for entry in sorted(entries, key=lambda entry: entry["at"])[-lines:]:

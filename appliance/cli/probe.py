@@ -74,8 +74,8 @@ def _capture(folder: Path, application: Application) -> None:
     written = capture(folder, store=application.directories.store, versions=application.versions(), env=application.env)
     for name in written:
         click.echo(f"  {name}")
-    click.echo(f"{len(written)} files in {folder}: what the probe read, without names of the machine, of accounts and of "
-               "control groups,\nwithout serial numbers and addresses. Look through them before you send them. "
+    click.echo(f"{len(written)} files in {folder}: what the probe read, without the names of the machine, of accounts\n"
+               "and of control groups, without serial numbers and addresses. Look through them before you send them.\n"
                f"To check: applianctl probe --root {folder}")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from appliance.cli.application import Application
+from appliance.cli.glance import render
 from appliance.errors import NotReachable, TransientError, UsageError
 
 APPEAR_S = 10.0
@@ -58,12 +59,10 @@ def look(app: Application) -> dict[str, Any]:
 
 
 def show(current: dict[str, Any], *, as_json: bool) -> None:
-    from appliance import status as status_file
-
     if as_json:
         click.echo(json.dumps(current, indent=2))
         return
-    for line in status_file.render(current, now=time.time()):
+    for line in render(current, now=time.time()):
         click.echo(line)
 
 
@@ -93,7 +92,6 @@ def wait_until_ready(app: Application, *, timeout_s: float, say: bool) -> dict[s
 
 def watch_status(app: Application, *, as_json: bool) -> None:
     """Until Ctrl-C: on a terminal the whole status in place, elsewhere one line for each change."""
-    from appliance import status as status_file
 
     terminal = sys.stdout.isatty() and not as_json
     seen = ""
@@ -105,7 +103,7 @@ def watch_status(app: Application, *, as_json: bool) -> None:
             now = time.time()
             if terminal:
                 size = shutil.get_terminal_size()
-                lines = [time.strftime("%H:%M:%S"), *status_file.render(current, now=now)][: size.lines - 1]
+                lines = [time.strftime("%H:%M:%S"), *render(current, now=now)][: size.lines - 1]
                 # Written in one piece over what stands there, so that nothing flickers.
                 sys.stdout.write("\x1b[H" + "".join(f"{line[: size.columns]}\x1b[K\n" for line in lines) + "\x1b[J")
                 sys.stdout.flush()

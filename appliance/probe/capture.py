@@ -1,20 +1,19 @@
-"""A host folder from this machine: the files that the probe reads, and its answers, without what identifies the machine.
+"""A host folder from this machine: the files that the probe reads and its answers, without what identifies it.
 
     capture(folder, ...) -> the written paths
 
 The folder is what `applianctl probe --root` and the tests take: files of /proc and /sys, `captured.json`, `expect.json`
-with the facts as they were found. Does: remember each file the probe really read, keep of it what the probe uses, write.
-Does not: read anything that the probe does not.
+with the facts as they were found. Does: remember each file the probe really read, keep of it what the probe uses,
+write. Does not: read anything that the probe does not.
 
 Rules: only lines that are known to be harmless are kept (of /proc/cpuinfo, mountinfo, status and dpkg's list); names of
-control groups become `groupN` unless every system has them; home folders become /home/user; the machine's name and the
-account's are replaced wherever a name can stand. Facts read from the folder are those of the machine, but for these names.
+control groups become `groupN` unless every system has them; home folders become /home/user; the machine's name and
+the account's are replaced wherever a name can stand. Facts read from the folder are the machine's, but for these names.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 from collections.abc import Iterable, Mapping
@@ -33,8 +32,8 @@ from appliance.probe.tree import Tree
 
 CPUINFO_KEYS = frozenset((
     "processor", "vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "physical id", "siblings",
-    "core id", "cpu cores", "fpu", "flags", "Features", "BogoMIPS", "CPU implementer", "CPU architecture", "CPU variant",
-    "CPU part", "CPU revision",
+    "core id", "cpu cores", "fpu", "flags",
+    "Features", "BogoMIPS", "CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision",
 ))
 """Others may identify the machine (`Serial` of ARM boards)."""
 PACKAGES = {"dpkg": ("Status", "Architecture", "Version"), "libc6": ("Status", "Architecture", "Version")}
@@ -120,8 +119,8 @@ def names_of(cgroup: str, *, machine: str, account: str) -> Names:
             if part and part not in groups and not COMMON_GROUPS.fullmatch(part):
                 kind = GROUP_KIND.search(part)
                 groups[part] = f"group{len(groups) + 1}{kind[0] if kind else ''}"
-    words = [(name, by) for name, by in ((machine, "machine"), (machine.partition(".")[0], "machine"), (account, "user"))
-             if len(name) >= SHORTEST_NAME and name != "root"]
+    known = ((machine, "machine"), (machine.partition(".")[0], "machine"), (account, "user"))
+    words = [(name, by) for name, by in known if len(name) >= SHORTEST_NAME and name != "root"]
     return Names(groups=groups, words=tuple(dict.fromkeys(words)))
 
 
@@ -167,7 +166,8 @@ def expected(facts: HostFacts) -> dict[str, Any]:
         "cpu": {name: whole["cpu"][name] for name in ("architecture", "vendor", "model_name", "hypervisor", "tier")},
         "topology": {name: whole["topology"][name] for name in ("online", "allowed", "smt", "quota")},
         "count": {"cores": len(kinds), **{kind: kinds.count(kind) for kind in ("performance", "efficiency")}},
-        "memory": {name: whole["memory"][name] for name in ("total_bytes", "ceiling_bytes", "ceiling_source", "used_bytes")},
+        "memory": {name: whole["memory"][name]
+                   for name in ("total_bytes", "ceiling_bytes", "ceiling_source", "used_bytes")},
         "software": {name: whole["software"][name] for name in ("libc", "userland", "compiler")},
     }
 

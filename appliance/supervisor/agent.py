@@ -25,12 +25,12 @@ from appliance.errors import ApplianceError
 from appliance.faults import Fault, of_error
 from appliance.node import Node
 from appliance.plan import Rung
-from appliance.recovery import Step
 from appliance.settings import Parsed
 from appliance.supervisor import folders, leaf
 from appliance.supervisor import worker as worker_process
 from appliance.supervisor.course import Course
 from appliance.supervisor.life import Life
+from appliance.supervisor.limits import LimitWatch
 from appliance.supervisor.notify import Notifier
 from appliance.supervisor.signals import as_commands
 from appliance.supervisor.snapshot import Snapshot
@@ -71,7 +71,8 @@ class Agent:
         self._worker: worker_process.WorkerTree | None = None
         self._ending: Ending | None = None
         self._life: Life | None = None
-        self._fault: Fault | None = None
+        self._announced: Life | None = None
+        self._delay_s = 0.0
         self._stopping = False
         self._drained = False
         self._finished = False
@@ -89,6 +90,7 @@ class Agent:
             self.course = Course(directories=self.directories, env=self.env, say=self.say)
             self.snapshot = Snapshot(board=self.board, course=self.course, notifier=self.notifier,
                                      unit=self.env.get("APPLIANCE_UNIT"))
+            self.limits = LimitWatch(self.snapshot.warn)
             try:
                 self._serve()
             except ApplianceError as error:
@@ -159,6 +161,7 @@ class Agent:
 
     def _start(self, node: Node, rung: Rung, now: float) -> None:
         self.snapshot.plan(node, rung)
+        self.limits.plan(node.host)
         self._worker, self._life = start(
             node, rung, directories=self.course.directories, worker_python=self.course.worker_python, env=self.env,
             probe_s=self.course.settings.probe_s, traffic=lambda: self.board.traffic, leaf=self._leaf, now=now)
@@ -168,20 +171,21 @@ class Agent:
     def _living(self, now: float) -> None:
         life = self._life
         assert life is not None
-        was_ready = life.state == "ready"
         life.tick(now)
         if life.fault is not None:
             self._handle(life.fault, answered_s=life.answered_s(now), now=now)
             return
         if life.state == "ready":
-            if not was_ready and life.last_answer is not None:
+            if self._announced is not life and life.last_answer is not None:
+                self._announced = life
                 self.snapshot.ready(life, now)
                 self.say(f"ready: {self.snapshot.address}/v1 answered {life.last_answer.text.strip()!r} in "
                          f"{life.last_answer.seconds:.1f} s; started in {self.snapshot.ready_after_s:.0f} s")
                 self.course.ready(time.time())
                 self.notifier.ready()
                 self._reloading = False
-            if self.course.judge(life.answered_s(now), time.time()):
+            failed = self.course.judge(life.answered_s(now), time.time())
+            if self.limits.tick(now, idle=self._idle(), outdated=self.course.outdated) or failed:
                 self._switch(now)
 
     def _end(self, grace_s: float, after: Callable[[float], None], now: float) -> None:
@@ -225,21 +229,18 @@ class Agent:
     def _handle(self, fault: Fault, *, answered_s: float, now: float) -> None:
         """Record a fault, do what the rules say, and begin by ending what is left of the worker."""
         step = self.course.fault(fault, answered_s=answered_s, now=time.time())
-        self._fault = fault
         self.say(step.sentence)
         self.snapshot.fault(fault, step)
         if step.action == "stop":
             self.error = fault.exception()
             self._after = self._finish
         else:
-            self._after = self._waiting_for(step)
+            self._after, self._delay_s = self._begin_wait, step.delay_s
         self._kill(0.0, now)
 
-    def _waiting_for(self, step: Step) -> Callable[[float], None]:
-        def begin(now: float) -> None:
-            self._until = now + step.delay_s
-            self._turn = self._wait if step.delay_s else self._prepare
-        return begin
+    def _begin_wait(self, now: float) -> None:
+        self._until = now + self._delay_s
+        self._turn = self._wait if self._delay_s else self._prepare
 
     # ---- what operators ask ----------------------------------------------------------------------------------------
 
@@ -268,8 +269,8 @@ class Agent:
             self._drained = False
             self._switch(now)
         elif command.name == "reset":
-            self.course.reset(time.time())
-            self._switch(now)
+            if self.course.reset(time.time()):
+                self._switch(now)
         elif command.name == "rollback":
             if reason := self.course.roll_back(time.time()):
                 self.say(reason)

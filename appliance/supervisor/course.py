@@ -16,6 +16,7 @@ from pathlib import Path
 
 from appliance import record, trial
 from appliance.directories import Directories
+from appliance.errors import ApplianceError
 from appliance.faults import Fault
 from appliance.jobs import find_worker_python, worker_contract
 from appliance.library import active_name
@@ -127,9 +128,7 @@ class Course:
         """Plan the served candidate on this node now. Raises what the plan refuses."""
         assert self.choice is not None
         candidate = self.choice.candidate
-        parsed = Parsed(settings=self.settings, warnings=(), sources={"model": "the agent"})
-        node = read_node(parsed, self.directories, candidate.worker_python, env=self.env, model_name=candidate.model,
-                         digest=candidate.digest)
+        node = self._node()
         if refusal := node.plan.refused:
             raise refusal.error()
         self.ladder = tuple(rung.id for rung in node.plan.rungs)
@@ -140,6 +139,20 @@ class Course:
         wanted = self.record.rung.id
         self.rung = next((rung for rung in node.plan.rungs if rung.id == wanted), node.plan.full)
         return node, self.rung
+
+    def outdated(self) -> str | None:
+        """Whether a plan made now would start another worker: None when it would be the same, empty when it would
+        differ, and the reason when this node refuses it now."""
+        running, rung_id = self.rung, self.record.rung.id
+        try:
+            node = self._node()
+        except ApplianceError as error:
+            return error.line
+        if refusal := node.plan.refused:
+            return refusal.error().line
+        rung = next((rung for rung in node.plan.rungs if rung.id == rung_id), node.plan.full)
+        same = running is not None and (rung.argv, dict(rung.env)) == (running.argv, dict(running.env))
+        return None if same else ""
 
     # ---- what happens ----------------------------------------------------------------------------------------------
 
@@ -180,13 +193,23 @@ class Course:
         self.say(f"rolled back: {found.sentence}")
         return True
 
-    def reset(self, now: float) -> None:
+    def reset(self, now: float) -> bool:
+        """Forget rungs, failed configurations and faults. True when something else should be served now."""
+        lowered = self.record.rung.id != "full" or (self.choice is not None and self._is_fallback())
         self.record.reset(now=now)
+        return lowered or self.rung is None
 
     def roll_back(self, now: float) -> str | None:
         return self.record.roll_back(now=now)
 
     # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _node(self) -> Node:
+        assert self.choice is not None
+        candidate = self.choice.candidate
+        parsed = Parsed(settings=self.settings, warnings=(), sources={"model": "the agent"})
+        return read_node(parsed, self.directories, candidate.worker_python, env=self.env, model_name=candidate.model,
+                         digest=candidate.digest)
 
     def _digest(self, name: str) -> str:
         return Store(self.directories.store).names().get(name, "")

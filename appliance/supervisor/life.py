@@ -58,9 +58,9 @@ class Worker(Protocol):
 
 @dataclass(kw_only=True)
 class Life:
-    """`listening`, `answer` and `counters` do the I/O, in the background. `oom_kills`, `slowed`: what the kernel did for
-    memory's sake: processes killed since the start (None = unknown), and how often it was slowed down. `now` is always
-    monotonic seconds."""
+    """`listening`, `answer` and `counters` do the I/O, in the background. `oom_kills`, `slowed`: what the kernel did
+    for memory's sake: processes killed since the start (None = unknown), and how often it was slowed down. `now` is
+    always monotonic seconds."""
 
     worker: Worker
     listening: Callable[[], bool]

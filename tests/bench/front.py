@@ -30,6 +30,7 @@ import psutil
 EVENT = (b'data: {"id":"cmpl-1234567890abcdef1234567890abcdef","object":"chat.completion.chunk","created":1764447136,'
          b'"model":"default","choices":[{"index":0,"delta":{"content":" the"},"logprobs":null,"finish_reason":null}]}\n\n')
 EVENTS = 500
+FIRSTS = 300
 PACE_S = 0.004
 """Between the events of one stream: at 8 streams 2000 events a second, three times what the default model makes."""
 
@@ -107,97 +108,96 @@ def prompt(tokens: int) -> dict[str, Any]:
             "temperature": 0, "ignore_eos": True, "stream": True}
 
 
-async def ready_answers(socket: Path, pace_s: float) -> asyncio.Server:
-    """The upstream: each request is answered by EVENTS events."""
-    chunk = b"%x\r\n%s\r\n" % (len(EVENT), EVENT)
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+UPSTREAM = """
+import asyncio, sys
+event, count, pace = sys.argv[2].encode(), int(sys.argv[3]), float(sys.argv[4])
+chunk = b"%x\\r\\n%s\\r\\n" % (len(event), event)
+async def serve(reader, writer):
+    try:
         while True:
-            try:
-                head = await reader.readuntil(b"\r\n\r\n")
-            except asyncio.IncompleteReadError:
-                writer.close()
-                return
-            length = next(line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length"))
+            head = await reader.readuntil(b"\\r\\n\\r\\n")
+            length = next(line for line in head.split(b"\\r\\n") if line.lower().startswith(b"content-length"))
             await reader.readexactly(int(length.split(b":")[1]))
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
-            for _ in range(EVENTS):
+            writer.write(b"HTTP/1.1 200 OK\\r\\ncontent-type: text/event-stream\\r\\ntransfer-encoding: chunked\\r\\n\\r\\n")
+            for _ in range(count):
                 writer.write(chunk)
-                await asyncio.sleep(pace_s)
-            writer.write(b"0\r\n\r\n")
-
-    return await asyncio.start_unix_server(serve, str(socket))
+                await writer.drain()
+                await asyncio.sleep(pace)
+            writer.write(b"0\\r\\n\\r\\n")
+    except (asyncio.IncompleteReadError, ConnectionError):
+        writer.close()
+async def main():
+    server = await asyncio.start_unix_server(serve, sys.argv[1])
+    print("open", flush=True)
+    await server.serve_forever()
+asyncio.run(main())
+"""
 
 
 def alone() -> dict[str, Any]:
     """The door without an agent and without a model."""
-    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="door-") as folder:
         home, port = Path(folder), 20_000 + os.getpid() % 20_000
-        door = subprocess.Popen([sys.executable, "-c", DOOR, folder, str(port), "8"], stdout=subprocess.PIPE)
+        programs = (
+            [sys.executable, "-c", UPSTREAM, str(home / "worker.sock"), EVENT.decode(), str(EVENTS), str(PACE_S)],
+            [sys.executable, "-c", DOOR, folder, str(port), "8"],
+        )
+        running = [subprocess.Popen(program, stdout=subprocess.PIPE) for program in programs]
         try:
-            assert door.stdout is not None
-            door.stdout.readline()
-            process = psutil.Process(door.pid)
+            for process in running:
+                assert process.stdout is not None
+                process.stdout.readline()
             time.sleep(1)
-            found["idle_rss_mib"] = process.memory_info().rss / 2**20
-            asyncio.run(measure(home, port, process, found))
-            found |= crowd(home, port, process)
+            door = psutil.Process(running[1].pid)
+            idle = {"idle_rss_mib": door.memory_info().rss / 2**20}
+            return idle | asyncio.run(measure(home, port, door)) | crowd(port, door)
         finally:
-            door.kill()
-            door.wait()
-    return found
+            for process in running:
+                process.kill()
+                process.wait()
 
 
-async def measure(home: Path, port: int, process: psutil.Process, found: dict[str, Any]) -> None:
-    upstream = await ready_answers(home / "worker.sock", PACE_S)
+async def measure(home: Path, port: int, process: psutil.Process) -> dict[str, Any]:
     direct, door = Place(socket=home / "worker.sock"), Place(port=port)
+    found: dict[str, Any] = {}
     for count in (1, 8):
-        await streams(door, count, lambda: {})
+        await streams(door, count, dict)
         before = sum(process.cpu_times()[:2])
-        rate = await streams(door, count, lambda: {})
+        rates = [await streams(door, count, dict) for _ in range(3)]
         spent = sum(process.cpu_times()[:2]) - before
-        found[f"cpu_us_per_event_{count}_streams"] = spent / (count * EVENTS) * 1e6
-        found[f"events_per_s_{count}_streams"] = rate
+        found[f"cpu_us_per_event_{count}_streams"] = spent / (3 * count * EVENTS) * 1e6
+        found[f"events_per_s_{count}_streams"] = statistics.median(rates)
+    before = sum(process.cpu_times()[:2])
     firsts: dict[str, list[float]] = {"direct": [], "door": []}
-    for _ in range(100):
+    for _ in range(FIRSTS):
         for name, place in (("direct", direct), ("door", door)):
             reader, writer = await place.connect()
             began = time.perf_counter()
             writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}")
             while b"data: {" not in await reader.read(65536):
                 pass
-            firsts[name].append(time.perf_counter() - began)
+            firsts[name].append((time.perf_counter() - began) * 1e3)
             writer.close()
             await asyncio.sleep(0.01)
-    found["first_event_ms"] = {name: statistics.median(values) * 1e3 for name, values in firsts.items()}
-    found["first_event_added_ms"] = found["first_event_ms"]["door"] - found["first_event_ms"]["direct"]
-    upstream.close()
+    found["cpu_ms_per_request"] = (sum(process.cpu_times()[:2]) - before) / FIRSTS * 1e3
+    found["first_event_ms"] = {name: statistics.median(values) for name, values in firsts.items()}
+    added = [b - a for a, b in zip(firsts["direct"], firsts["door"], strict=True)]
+    found["first_event_added_ms"] = {"median": statistics.median(added), "p95": sorted(added)[int(len(added) * 0.95)]}
+    return found
 
 
-def crowd(home: Path, port: int, process: psutil.Process) -> dict[str, Any]:
+def crowd(port: int, process: psutil.Process) -> dict[str, Any]:
     """200 requests at once against 8 running and 16 waiting, each answer 2 s long."""
-    (home / "worker.sock").unlink(missing_ok=True)
-
-    async def at_once() -> tuple[list[dict[str, Any]], float]:
-        upstream = await ready_answers(home / "worker.sock", PACE_S)
-        script = Path(__file__).parents[1] / "process" / "crowd.py"
-        asking = await asyncio.create_subprocess_exec(sys.executable, str(script), str(port), "200", "{}",
-                                                      stdout=asyncio.subprocess.PIPE)
-        reading = asyncio.create_task(asking.communicate())
-        highest = 0.0
-        while not reading.done():
-            highest = max(highest, process.memory_info().rss / 2**20)
-            await asyncio.sleep(0.05)
-        out, _ = await reading
-        upstream.close()
-        return json.loads(out), highest
-
-    answers, highest = asyncio.run(at_once())
+    script = Path(__file__).parents[1] / "process" / "crowd.py"
+    asking = subprocess.Popen([sys.executable, str(script), str(port), "200", "{}"], stdout=subprocess.PIPE)
+    highest = 0.0
+    while asking.poll() is None:
+        highest = max(highest, process.memory_info().rss / 2**20)
+        time.sleep(0.05)
+    answers = json.loads(asking.communicate()[0])
     refused = sorted(answer["seconds"] * 1e3 for answer in answers if answer["status"] == 429)
     return {"crowd_rss_mib": highest, "refused": len(refused), "refusal_ms_median": statistics.median(refused),
             "refusal_ms_slowest": refused[-1], "answered": sum(answer["status"] == 200 for answer in answers)}
-
 
 
 def on_agent(home: Path, pairs: int) -> dict[str, Any]:

@@ -14,46 +14,52 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import http.client
 import json
 import os
 import re
 import signal
 import sys
 import time
+from array import array
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from appliance import budget, settings
-from appliance.budget import GIB, MIB, PHASES
+from appliance.budget import GIB, MIB, PHASES, Shape
 from appliance.client import UnixConnection
 from appliance.directories import Directories, from_process
-from appliance.facts import ModelFacts
 from appliance.node import Node, read_node
+from appliance.plan import BLOCK
 from appliance.store import Store
 from appliance.supervisor import folders, health, worker
 from tests.bench import machine, models
+from tests.bench.build_llama import REPOSITORY
 from tests.bench.client import prompt
 from tests.bench.report import table
 
 MODELS = ("smollm2", "gqa", "mha", "mqa", "window", "qwen2", "qwen3", "granite", "gemma2", "1b")
 CEILINGS_GIB = (2.0, 3.0, 6.0)
-HOME = models.build_llama.REPOSITORY / "build/bench/memory"
+HOME = REPOSITORY / "build/bench/memory"
 LIMIT = 0.10
 SAMPLE_S = 0.2
 START_S = 300.0
 STEADY_S = 3.0
 LONG_PROMPT, SHORT_PROMPT, ANSWER = 1500, 300, 24
+PAGE = 4096
+FRAME, PRESENT_FILE = (1 << 55) - 1, 1 << 63 | 1 << 61
+"""Of an entry of /proc/PID/pagemap: the frame's number (root only); present, and a page of a file."""
+FILES_S = 1.0
+"""Pages of files are counted so often: it takes longer than a sample."""
 GROUPS = Path("/sys/fs/cgroup/memory/appliance-bench"), Path("/sys/fs/cgroup/appliance-bench")
 PHASE_LINES = (
     (re.compile(r"Warming up model for the compilation"), "compile"),
     (re.compile(r"Explicitly set \("), "warm-up"),
 )
 """A line of the worker's log -> the phase that begins with it. The last one, `serve`, begins with the first answer."""
-ENGINE_TOKENS = re.compile(r"KV cache size: ([\d,]+) tokens")
+ENGINE_CONTEXTS = re.compile(r"Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,16 +74,35 @@ class Sample:
         return self.anonymous + self.files
 
 
-def sample(pids: list[int]) -> Sample:
-    anonymous = shared_with_all = most = 0
+def sample(pids: list[int], files: int | None) -> Sample:
+    """`files`: what `file_bytes` found a moment ago; None where it cannot tell, and PSS has to do."""
+    anonymous = shared_with_all = 0
     for pid in pids:
         with contextlib.suppress(OSError):
             rollup = _kib(f"/proc/{pid}/smaps_rollup")
             anonymous += rollup.get("Pss_Anon", 0) + rollup.get("Pss_Shmem", 0)
             shared_with_all += rollup.get("Pss_File", 0)
-            most = max(most, _kib(f"/proc/{pid}/status").get("RssFile", 0))
-    # PSS gives part of a library's pages to strangers; what one process of ours has mapped of files is ours in full.
-    return Sample(anonymous=anonymous, files=max(shared_with_all, most))
+    return Sample(anonymous=anonymous, files=shared_with_all if files is None else files)
+
+
+def file_bytes(pids: list[int]) -> int | None:
+    """Pages of files that these processes have mapped, each page once; None unless root.
+
+    PSS would give part of a library's pages to other programs that use it, whatever runs beside.
+    """
+    frames: set[int] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/pagemap", "rb") as pagemap:
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                fields = line.split(maxsplit=5)
+                if len(fields) < 6 or not fields[5].startswith("/") or fields[5].startswith(("/dev/", "/memfd")):
+                    continue
+                first, last = (int(address, 16) // PAGE for address in fields[0].split("-"))
+                pagemap.seek(first * 8)
+                entries = array("Q", pagemap.read((last - first) * 8))
+                frames.update(entry & FRAME for entry in entries if entry & PRESENT_FILE == PRESENT_FILE)
+    frames.discard(0)
+    return len(frames) * PAGE or None
 
 
 def _kib(path: str) -> dict[str, int]:
@@ -161,18 +186,28 @@ class Watch:
         self.phase = "load"
         self.peaks: dict[str, Sample] = {}
         self.lines: list[str] = []
+        self.files: int | None = None
+        self.counted = 0.0
 
     def look(self) -> None:
         """One sample. Raises SystemExit when the worker has ended."""
         if self.tree.status() is not None:
-            raise SystemExit(f"the worker ended with {self.tree.status()}:\n{self.log.read_text()[-3000:]}")
-        new = self.tree.new_log_lines()
+            root = next((line for line in self.lines if re.search(r"EngineCore.*Error", line)), "")
+            raise SystemExit(f"the worker ended with {self.tree.status()}: {root or self.log.read_text()[-3000:]}")
+        pids = [process.pid for process in self.tree.members()]
+        if time.monotonic() - self.counted > FILES_S:
+            self.files, self.counted = file_bytes(pids), time.monotonic()
+        now = sample(pids, self.files)
+        new = self.tree.new_log_lines()  # after the sample: what it says may have begun while it was taken
         self.lines += new
         for line in new:
             for pattern, phase in PHASE_LINES:
-                if pattern.search(line):
-                    self.phase = phase
-        now = sample([process.pid for process in self.tree.members()])
+                if pattern.search(line) and phase != self.phase:
+                    # Weights are mapped at the end of a load, between two samples: pages of files only grow in number.
+                    self.files, self.counted = file_bytes(pids), time.monotonic()
+                    last = self.peaks[self.phase]
+                    self.peaks[self.phase] = replace(last, files=max(last.files, self.files or 0))
+                    self.phase, now = phase, replace(now, files=self.files or now.files)
         if self.phase not in self.peaks or now.total > self.peaks[self.phase].total:
             self.peaks[self.phase] = now
 
@@ -229,26 +264,28 @@ def measure(found: Node, places: Directories, ceiling: int, *, logprobs: bool) -
             future.result()
     group.remove()
     phases = {}
+    batch = dict(zip(plan.full.argv, plan.full.argv[1:], strict=False))["--max-num-batched-tokens"]
+    one = Shape(context=plan.full.context, sequences=1, batch_tokens=int(batch), running=1, compile=False)
+    sequences = plan.full.kv_bytes / budget.kv_request_bytes(found.model, one, BLOCK)
     for phase in PHASES:
         predicted, peak = budget.phase_bytes(plan.memory, phase), watch.peaks.get(phase)
         if peak is not None:
             phases[phase] = {"predicted": predicted, "measured": peak.total, "anonymous": peak.anonymous,
                              "files": peak.files, "error": predicted / peak.total - 1}
-    engine = next((match[1] for line in watch.lines if (match := ENGINE_TOKENS.search(line))), None)
+    engine = next((match[1] for line in watch.lines if (match := ENGINE_CONTEXTS.search(line))), None)
     return {
         "model": plan.model, "ceiling": ceiling, "usable": plan.usable_bytes, "context": plan.full.context,
         "kv bytes": plan.full.kv_bytes, "running": plan.full.running, "phases": phases, "enforced": group.folder is not None,
-        "idle": idle.total, "engine kv tokens": int(engine.replace(",", "")) if engine else None,
+        "idle": idle.total, "engine contexts": float(engine) if engine else None,
         "plan": {line.item: line.bytes for line in plan.memory},
         "log-probabilities": watch.peaks["log-probabilities"].total if logprobs else None,
-        "kv bytes per token": budget.kv_bytes_per_token(found.model),
+        "contexts": sequences,
     }
 
 
 def kv_error(row: Mapping[str, Any]) -> float | None:
-    """Our figure for the engine's number of tokens, against the bytes that it was given."""
-    tokens = row["engine kv tokens"]
-    return row["kv bytes per token"] * tokens / row["kv bytes"] - 1 if tokens else None
+    """How many full contexts we think the cache holds, against the engine's own figure."""
+    return row["contexts"] / row["engine contexts"] - 1 if row["engine contexts"] else None
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:

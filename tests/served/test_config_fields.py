@@ -13,19 +13,19 @@ import signal
 import statistics
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from appliance import jobs
-from tests.served.conftest import RECORDER, ROOT, WORKER, environment, free_port, reference_logprobs, run_applianctl
+from appliance.supervisor.health import listening
+from tests.served.conftest import RECORDER, ROOT, WORKER, environment, reference_logprobs, run_applianctl
 from tests.served.test_default_model import LIMIT, prompt_logprobs
 
 pytestmark = [pytest.mark.served, pytest.mark.heavy]
@@ -52,7 +52,8 @@ def worker(home: Path, model: str, fields: dict[str, Any], *, model_folder: Path
     """The planned worker with some config fields changed, until the block ends."""
     plan = json.loads(run_applianctl(home, "plan", "--model", model, "--json").stdout)
     rung = plan["rungs"][0]
-    argv, port = list(rung["argv"]), free_port()
+    argv = list(rung["argv"])
+    socket = Path(argv[argv.index("--uds") + 1])
     where = argv.index("--hf-overrides") + 1
     overrides = json.loads(argv[where])
     overrides["quantization_config"] |= fields
@@ -62,36 +63,29 @@ def worker(home: Path, model: str, fields: dict[str, Any], *, model_folder: Path
     if not overrides["quantization_config"]["wide_residual"]:
         overrides.pop("head_dtype", None)
     argv[where] = json.dumps(overrides)
-    argv[argv.index("--port") + 1] = str(port)
     if model_folder:
         argv[argv.index("--model") + 1] = str(model_folder)
     for folder in ("TMPDIR", "VLLM_RPC_BASE_PATH"):
         Path(rung["env"][folder]).mkdir(parents=True, exist_ok=True)
+    socket.unlink(missing_ok=True)
     log = home / "worker.log"
     with open(log, "w") as out:
         process = subprocess.Popen([WORKER, "-m", "appliance.worker", "serve", *argv], stdout=out, stderr=subprocess.STDOUT,
                                    env={"PATH": os.environ["PATH"], **rung["env"], **env}, start_new_session=True)
     try:
         deadline = time.monotonic() + 600
-        while not listening(port):
+        while not listening(socket):
             assert process.poll() is None, log.read_text()[-20000:]
             assert time.monotonic() < deadline
             time.sleep(0.5)
-        yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=600, max_retries=0)
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), timeout=600) as client:
+            yield openai.OpenAI(base_url="http://worker/v1", api_key="none", timeout=600, max_retries=0, http_client=client)
     finally:
         process.terminate()
         try:
             process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def listening(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
-            return True
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def difference(home: Path, model: str, client: openai.OpenAI) -> float:

@@ -110,7 +110,8 @@ def test_case_012_port_taken_is_said_at_once_and_retried(service: Service) -> No
     service.wait_for(lambda status: "8000" in str(status.get("sentence")), 10, "port taken")
     detected = time.monotonic() - began
     sentence = service.status()["sentence"]
-    assert service.show("ExecMainStatus")["ExecMainStatus"] == "75"
+    service.wait_unit(["activating", "failed"], 5)
+    service.wait_for(lambda _: service.show("ExecMainStatus")["ExecMainStatus"] == "75", 10, "exit status 75")
     holder.terminate()
     service.host.run(["pkill", "-f", "http.server 8000"])
     holder.wait()

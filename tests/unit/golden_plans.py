@@ -1,7 +1,8 @@
-"""The golden plans: two models under five ceilings. `python -m tests.unit.golden_plans` writes them again.
+"""The golden plans. `python -m tests.unit.golden_plans` writes them again.
 
-tests/plans/models/*.json are ModelFacts as `read_model` gives them; tests/plans/MODEL-CEILING.json is what is planned on
-the host folder avx2-vm with that ceiling and nothing else in memory.
+tests/plans/models/*.json are ModelFacts as `read_model` gives them. tests/plans/MODEL-CEILING.json is the whole plan of a
+model on the host folder avx2-vm with that ceiling and nothing else in memory; tests/plans/hosts/HOST.json is what matters
+of the plans of every model on a host folder as it is, one line a model.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ PLANS = TESTS / "plans"
 HOSTS = TESTS / "hosts"
 HOST = "avx2-vm"
 CEILINGS_GIB = (1, 2, 4, 8, 64)
+WHOLE = ("smollm2", "llama-1b")
 PLACES = Places(model="/store/objects/model", cache="/cache/host", tmp="/cache/host/tmp", socket="/run/appliance/worker.sock",
                 sockets="/run/appliance")
 
@@ -50,7 +52,7 @@ def with_ceiling(host: HostFacts, ceiling: int) -> HostFacts:
 def cases() -> Iterator[tuple[str, Plan]]:
     host = read_host(HOSTS / HOST)
     for name, model in models().items():
-        for ceiling in CEILINGS_GIB:
+        for ceiling in CEILINGS_GIB if name in WHOLE else ():
             yield f"{name}-{ceiling}GiB", make_plan(with_ceiling(host, ceiling * GIB), model, Settings(), PLACES)
 
 
@@ -58,7 +60,50 @@ def text(plan: Plan) -> str:
     return json.dumps(to_json(plan), indent=1, sort_keys=True) + "\n"
 
 
-if __name__ == "__main__":
+def hosts() -> dict[str, Path]:
+    """Every host folder by name."""
+    return {path.parent.name: path.parent for path in sorted(HOSTS.glob("*/expect.json"))}
+
+
+def zoo(folder: Path) -> dict[str, Plan]:
+    """The plans of all models on a host folder, weights prepared."""
+    host, places = read_host(folder), dataclasses.replace(PLACES, prepared="/store/prepared/model")
+    return {name: make_plan(host, model, Settings(), places) for name, model in models().items()}
+
+
+def gist(plan: Plan) -> dict[str, Any]:
+    """Of a plan what an operator would ask for."""
+    if plan.refused:
+        return {"refused": plan.refused.exit_code, "what": plan.refused.what, "why": plan.refused.why, "do": plan.refused.do}
+    chosen = {choice.name: choice for choice in plan.choices}
+    full, usable = plan.full, plan.usable_bytes or 0
+    return {
+        "tier": plan.tier, "kernel": chosen["kernel, one row"].value, "threads": full.threads,
+        "cpus": chosen["cpus"].value if "cpus" in chosen else None, "running": full.running, "context": full.context,
+        "cache": chosen["key/value cache"].reason, "cache_mib": full.kv_bytes >> 20,
+        "batch": chosen["batch tokens"].value, "compile": chosen["compile"].value,
+        "peak": f"{plan.peak_bytes >> 20} of {usable >> 20} MiB in {plan.peak_phase}",
+        "ceiling": chosen["memory ceiling"].evidence, "more": chosen["with 1 GiB more"].value if "with 1 GiB more" in chosen else None,
+        "rungs": " ".join(rung.id for rung in plan.rungs), "because": chosen["threads"].reason,
+    }
+
+
+def zoo_text(plans: dict[str, Plan]) -> str:
+    lines = [f" {json.dumps(name)}: {json.dumps(gist(plan))}" for name, plan in plans.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def main() -> None:
     for case, plan in cases():
         (PLANS / f"{case}.json").write_text(text(plan))
         print(case, plan.refused.why if plan.refused else f"context {plan.full.context}, peak {plan.peak_bytes >> 20} MiB")
+    folder = PLANS / "hosts"
+    folder.mkdir(exist_ok=True)
+    for stale in set(folder.glob("*.json")) - {folder / f"{name}.json" for name in hosts()}:
+        stale.unlink()
+    for name, path in hosts().items():
+        (folder / f"{name}.json").write_text(zoo_text(zoo(path)))
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "appliance"
 LAYERS = {
     1: ("errors", "facts", "settings", "quantize.format", "prepared"),
-    2: ("plan", "refusal", "threads", "budget", "launch", "vitals", "faults", "recovery", "trial", "metrics", "symptoms", "doctor", "scrub"),
+    2: ("plan", "refusal", "threads", "budget", "fitting", "launch", "vitals", "faults", "recovery", "trial", "metrics", "symptoms", "doctor", "scrub"),
     3: ("probe", "store", "manifest", "disk", "keys", "directories", "digests", "identity", "importing", "report", "record", "configfile", "client", "unit"),
     4: ("quantize", "supervisor", "status", "jobs", "library", "node", "front", "board", "provision", "bundle", "checkup"),
     5: ("cli",),

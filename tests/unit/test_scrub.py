@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.scrub import HIDDEN, REQUEST, SECRET, Scrubber
+from appliance.scrub import HIDDEN, REQUEST, SECRET, SECRET_NAME, Scrubber
 
 SENTINEL = "Zq8sentinel-Vx2"
 
@@ -32,10 +32,17 @@ def test_what_looks_like_a_secret_goes_though_nobody_knew_it(line: str) -> None:
 @pytest.mark.parametrize("line", [
     "INFO 11-29 20:12:01 [core.py:1] init engine took 3.2 s", "prompt_tokens: 12, completion_tokens: 3", "max_tokens=32", "api_key_file: /etc/appliance/key",
     "GET http://127.0.0.1:8000/v1/models 200", "ready: serving smollm2", "tokens/s: 23.4", "vllm:prompt_tokens_total{model=\"x\"} 12", "keys: 3",
-    "Avg prompt throughput: 12.0 tokens/s", "basic checks passed", "the certificate ends in 3 days", "LoadCredential is set",
+    "Avg prompt throughput: 12.0 tokens/s", "basic checks passed", "hf_overrides=1 and 'hf_overrides': {}", "PWD=/work OLDPWD=/x", "the certificate ends in 3 days", "LoadCredential is set",
 ])
 def test_what_helps_stays(line: str) -> None:
     assert Scrubber([SENTINEL, "short"[:3], ""]).text(line) == line
+
+
+def test_which_variables_hold_secrets() -> None:
+    names = ("PWD", "OLDPWD", "PATH", "HOME", "APPLIANCE_API_KEY_FILE", "APPLIANCE_MODEL", "TOKENIZERS_PARALLELISM", "XAUTHORITY")
+    assert [name for name in names if SECRET_NAME.search(name)] == []
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PWD", "DB_PASSWORD", "APPLIANCE_API_KEY", "MY_PASS", "BASIC_AUTH"):
+        assert SECRET_NAME.search(name), name
 
 
 def test_trees_keep_their_shape() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from appliance import status
+from appliance.cli import glance
 from appliance.errors import NotReachable
 from appliance.identity import identity
 from appliance.unit import Unit, parse
@@ -33,7 +34,7 @@ FULL: dict[str, Any] = {
 
 
 def shown(current: dict[str, Any]) -> dict[str, str]:
-    first, *rest = status.render(current, now=NOW)
+    first, *rest = glance.render(current, now=NOW)
     return {"": first} | {line[2:16].strip(): line[16:] for line in rest}
 
 
@@ -54,8 +55,8 @@ def test_everything_an_operator_asks_is_on_one_page() -> None:
     assert rows["service"] == "appliance.service, systemd"
     assert rows["version"] == "0.4.0 (vllm 0.32.0, torch 2.13.0)"
     assert rows["warning"] == "the certificate expires in 3 days"
-    lines = list(status.render(FULL, now=NOW))
-    assert sum("hang: no answer" in line for line in lines) == status.SHOWN_RESTARTS
+    lines = list(glance.render(FULL, now=NOW))
+    assert sum("hang: no answer" in line for line in lines) == glance.SHOWN_RESTARTS
     assert len(lines) < 32
     assert all(len(line) < 120 for line in lines)
 
@@ -64,24 +65,24 @@ def test_everything_an_operator_asks_is_on_one_page() -> None:
 def test_a_field_that_is_missing_is_not_shown(missing: str) -> None:
     current = {"sentence": "x"} if missing == "all" else {k: v for k, v in FULL.items() if k != missing}
     for variant in (current, {**FULL, missing: None}):
-        lines = list(status.render(variant, now=NOW))
+        lines = list(glance.render(variant, now=NOW))
         assert not any("None" in line or "nan" in line for line in lines)
 
 
 @pytest.mark.parametrize("key", [key for key in FULL if key != "sentence"])
 @pytest.mark.parametrize("value", ["text", 7, [1], {"a": 1}, True, [None], -1.5])
 def test_whatever_another_release_writes_is_no_crash(key: str, value: object) -> None:
-    assert list(status.render({**FULL, key: value}, now=NOW))
+    assert list(glance.render({**FULL, key: value}, now=NOW))
 
 
 def test_a_workers_words_cannot_drive_the_terminal() -> None:
-    assert "\x1b" not in "".join(status.render({"sentence": "a\x1b[2Jb", "warnings": ["\x07x\ny"]}, now=NOW))
+    assert "\x1b" not in "".join(glance.render({"sentence": "a\x1b[2Jb", "warnings": ["\x07x\ny"]}, now=NOW))
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(-5, "0 s"), (119.9, "119 s"), (120, "2 min"), (7199, "119 min"), (7200, "2 h 0 min"),
                                               (172800, "2 d 0 h"), (273600, "3 d 4 h")])
 def test_spans(seconds: float, text: str) -> None:
-    assert status.span(seconds) == text
+    assert glance.span(seconds) == text
 
 
 def unit(**values: str) -> Unit:
@@ -111,7 +112,7 @@ def test_the_last_word_and_systemd_say_why_nothing_runs(word: dict[str, Any] | N
     assert found is not None
     assert found["sentence"].startswith(says)
     assert (found["state"], found["ready"]) == (state, False)
-    assert list(status.render(found, now=NOW))
+    assert list(glance.render(found, now=NOW))
 
 
 def test_nothing_known_is_nothing() -> None:
