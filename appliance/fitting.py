@@ -77,15 +77,15 @@ class Fitting:
     def _shapes(self) -> Iterator[tuple[Shape, int]]:
         """Shapes from most to least wanted, each with the shortest context that it may be cut to."""
         least = self.context if self.wanted_context is not None else min(MIN_CONTEXT, self.context)
-        for batch in BATCHES:
-            # A cache for several full contexts only while the context is not being cut.
-            for shortest, most in ((self.context, min(MOST_SEQUENCES, self.running)), (least, 1)):
-                for compiled in ([True, False] if self.can_compile else [False]):
-                    sequences = most
-                    while sequences:
-                        yield Shape(context=self.context, sequences=sequences, running=self.running, compile=compiled,
-                                    batch_tokens=max(batch, self.running + PROBE_SEATS)), shortest
-                        sequences //= 2
+        # A cache for several full contexts only while the context is not being cut, smaller batches only for the
+        # shortest one: less memory never plans a longer context.
+        steps = [(BATCHES[0], self.context, self.context, min(MOST_SEQUENCES, self.running)),
+                 (BATCHES[0], self.context, least, 1), *((batch, least, least, 1) for batch in BATCHES[1:])]
+        for batch, context, shortest, sequences in steps:
+            for compiled in ([True, False] if self.can_compile else [False]):
+                for count in range(sequences, 0, -1):
+                    yield Shape(context=context, sequences=count, running=self.running, compile=compiled,
+                                batch_tokens=max(batch, self.running + PROBE_SEATS)), shortest
 
     def _cut(self, shape: Shape, shortest: int, usable_bytes: int) -> Shape:
         """With the longest context that fits, in steps of CONTEXT_STEP; with the shortest one where none does."""

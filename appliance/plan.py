@@ -112,7 +112,7 @@ def make_plan(
     fused = (kernel == "native" and model.architecture in PLAIN_DECODERS and settings.compile is not True
              and kept.isdisjoint(DECODER_LINEARS))
     can_compile, compile_reason, compile_evidence = _compile(host, settings, fused=fused)
-    ceiling, ceiling_source = _ceiling(host, settings)
+    ceiling, ceiling_source = _ceiling(host, settings, threads.cpus)
     usable = _usable(host, ceiling, settings)
     gemm_bytes = 2 if tier in ("avx512_bf16", "amx") else 4
     mapped = kernel == "native" and bool(places.prepared)
@@ -238,11 +238,17 @@ def _compile(host: HostFacts, settings: Settings, *, fused: bool) -> tuple[bool,
     return True, "fuses the work between matrix products; cached for later starts", host.software.compiler
 
 
-def _ceiling(host: HostFacts, settings: Settings) -> tuple[int | None, str]:
-    ceiling, source = host.memory.ceiling_bytes, host.memory.ceiling_source
-    if settings.memory.ceiling is not None and (ceiling is None or settings.memory.ceiling < ceiling):
-        return settings.memory.ceiling, "settings memory.ceiling"
-    return ceiling, source
+def _ceiling(host: HostFacts, settings: Settings, cpus: tuple[int, ...] | None) -> tuple[int | None, str]:
+    """The lowest of the node's own ceiling, the operator's, and the NUMA node that the worker runs on: vLLM refuses a
+    cache that does not lie there whole."""
+    bounds = [(host.memory.ceiling_bytes, host.memory.ceiling_source),
+              (settings.memory.ceiling, "settings memory.ceiling")]
+    if sum(bool(node.memory_bytes) for node in host.topology.nodes) > 1:
+        first = min(cpus or host.topology.allowed, default=None)
+        bounds += [(node.memory_bytes, f"NUMA node {node.node}, which the worker runs on")
+                   for node in host.topology.nodes if first in node.cpus]
+    known = [(size, source) for size, source in bounds if size is not None]
+    return min(known, key=lambda bound: bound[0], default=(None, host.memory.ceiling_source))
 
 
 def _usable(host: HostFacts, ceiling: int | None, settings: Settings) -> int | None:

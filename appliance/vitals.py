@@ -3,7 +3,7 @@
 | what is seen | verdict |
 |---|---|
 | the last probe was answered, or is in flight for less than `patience_s` | well |
-| no answer for longer, but tokens, cache use or relayed bytes moved within `step_s` | busy |
+| no answer for longer, but tokens, cache use or relayed bytes moved since, and the engine takes CPU time | busy |
 | the API answers with an error `ERRORS_ALLOWED` times in a row, nothing moves | hung: only errors |
 | no answer within `patience_s`, and the engine took no CPU time for as long | hung: frozen |
 | no answer within HELD_S, nothing moves, and memory.high slowed it down meanwhile | hung: held at its memory limit |
@@ -65,7 +65,9 @@ def verdict(signs: Signs) -> Verdict:
         return Verdict(word="well")
     began = signs.now - waiting_s
     why = signs.probe_failure if signs.probe_failures else f"no answer to a probe for {waiting_s:.0f} s"
-    if signs.moved > began and signs.now - signs.moved < max(2 * signs.probe_s, signs.probe_deadline_s):
+    # Tokens that moved just before it froze are no sign of life: what makes tokens takes CPU time.
+    runs = signs.now - max(signs.cpu_moved, signs.moved) < patience_s
+    if runs and signs.moved > began and signs.now - signs.moved < max(2 * signs.probe_s, signs.probe_deadline_s):
         return Verdict(word="busy", sentence=f"{why}, but tokens move")
     if signs.probe_failures >= ERRORS_ALLOWED:
         return Verdict(word="hung", sentence=f"{signs.probe_failures} probes failed: {why}")

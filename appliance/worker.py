@@ -111,9 +111,6 @@ def serve(argv: list[str]) -> None:
     print(f"vLLM is patched: {', '.join(patches.apply(engine))}", flush=True)
     sys.argv = ["vllm", *argv]
     vllm_main()
-    # When its engine dies, vLLM ends with status 0 and names no signal.
-    if engine is not None and engine.exitcode:
-        print(f"engine process died unexpectedly (exit code: {engine.exitcode})", flush=True)
 
 
 def main(argv: list[str]) -> int:

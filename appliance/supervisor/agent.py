@@ -321,7 +321,7 @@ class Agent:
     def _stop(self, now: float) -> None:
         """The first time requests in work may finish; the second time nothing is waited for."""
         again, self._stopping = self._stopping, True
-        self.notifier.stopping()
+        self.notifier.stopping(within_s=self.course.settings.drain_s + 2 * STOP_GRACE_S)
         if self._preparation is not None:
             self._preparation.end()
             self._preparation = None

@@ -60,8 +60,9 @@ class Notifier:
         # Without the time systemd 257 and later wait for ever.
         self._send(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
 
-    def stopping(self) -> None:
-        self._send("STOPPING=1")
+    def stopping(self, within_s: float = 0.0) -> None:
+        """`within_s`: how long it may take; systemd's own limit holds where that is longer."""
+        self._send("STOPPING=1" + (f"\nEXTEND_TIMEOUT_USEC={int(within_s * 1e6)}" if within_s else ""))
 
     def extend(self, seconds: float) -> None:
         self._send(f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")

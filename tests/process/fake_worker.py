@@ -218,7 +218,6 @@ class Api:
 
     def __init__(self, link: socket.socket, engine: int, *, names: list[str], context: int) -> None:
         self.link, self.engine, self.names, self.context = link, engine, names, context
-        self.last_words = ""
         self.control = Control("api-", "freeze-api", "deaf", "sick", "error", "garbage", "close-mid-stream", "leave", "log-flood", "dumb", "die")
         self.lock = threading.Lock()
         self.ids = itertools.count()
@@ -271,7 +270,7 @@ class Api:
             log("APIServer", "WARNING [core_client.py:817] [shutdown] MPClient: engine core exited unexpectedly; starting cleanup")
             log("APIServer", "ERROR [async_llm.py:906] AsyncLLM output_handler failed.")
             log("APIServer", f"ERROR [async_llm.py:906] vllm.v1.engine.exceptions.EngineDeadError: {DEAD}")
-            self.last_words = f"engine process died unexpectedly (exit code: {code})"
+            print(f"Engine process EngineCore ended (exit code: {code})", flush=True)
         with self.lock:
             for answers in self.queues.values():
                 answers.put("error")
@@ -521,7 +520,7 @@ def serve(args: list[str]) -> None:
     server.socket.close()
     with contextlib.suppress(OSError):
         os.kill(engine, signal.SIGKILL)
-    print(f"INFO:     Finished server process [{os.getpid()}]\n{api.last_words}", flush=True)
+    print(f"INFO:     Finished server process [{os.getpid()}]", flush=True)
     os._exit(0)
 
 

@@ -147,7 +147,7 @@ def test_a_dead_engine_is_an_error_to_all_and_exit_status_0(worker: Worker, beha
     assert "InternalServerError" in streamed[1].split("\n\n")[-3]
     assert answered[0] == 500
     assert "EngineDeadError" in worker.log()
-    assert f"died unexpectedly (exit code: {code})" in worker.log()
+    assert f"Engine process EngineCore ended (exit code: {code})" in worker.log()
 
 
 def test_the_engine_dies_with_a_killed_api_process(worker: Worker) -> None:

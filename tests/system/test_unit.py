@@ -118,7 +118,7 @@ def test_case_012_port_taken_is_said_at_once_and_retried(service: Service) -> No
     freed = time.monotonic()
     service.until_answers(40)
     times.record(case="port taken (12)", fault="port-taken", sentence=sentence, detected_s=detected, answered_s=time.monotonic() - freed)
-    assert detected < 2
+    assert detected < 5  # 0.4 s on an idle machine; what counts is: before a model is made or loaded
 
 
 @pytest.mark.parametrize("interval", ["2", "500ms", "0"])
@@ -205,6 +205,23 @@ def test_missing_credential_does_not_break_the_start(service: Service) -> None:
     service.start()
     service.wait_ready()
     assert service.ask()[0] == 200
+
+
+def test_a_drain_longer_than_the_units_limit_is_granted(service: Service) -> None:
+    service.drop_in("short", "[Service]\nTimeoutStopSec=4\n")
+    service.write_settings(FAKE_SETTINGS.replace("drain_s: 10", "drain_s: 30"))
+    service.start()
+    service.wait_ready()
+    ask = ("curl -s -N -H 'content-type: application/json' -d '{\"model\":\"default\",\"prompt\":\"x\",\"max_tokens\":3500,\"stream\":true}' "
+           "http://127.0.0.1:8000/v1/completions")
+    stream = service.host.popen(ask, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    service.wait_for(lambda status: status.get("running"), 10, "a stream")
+    began = time.monotonic()
+    service.host.run(["systemctl", "stop", UNIT], check=True, timeout_s=60)
+    took = time.monotonic() - began
+    assert "[DONE]" in stream.communicate(timeout=20)[0]
+    assert service.show("Result")["Result"] == "success"
+    assert took > 4, "the stream was too short to show anything"
 
 
 def test_case_063_streams_finish_when_it_stops(running: Service) -> None:
