@@ -51,8 +51,10 @@ test-chaos: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Ma
 
 bench: bench-memory bench-kernels bench-serving bench-report  ## All measurements, against llama.cpp too: docs/benchmarks.md (hours).
 
-bench-memory: $(AGENT)/.test $(WORKER)/.installed  ## Peak memory and speed of quantizing a 1B model.
+bench-memory: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Peak memory: quantizing a 1B model; the plan's arithmetic against real workers.
+	@mkdir -p $(RESULTS)
 	$(WORKER)/bin/python -m tests.bench.quantize_memory
+	$(AGENT)/bin/python -m tests.bench.memory --json $(RESULTS)/memory.json
 
 bench-kernels: $(WORKER)/.installed  ## The int4 kernels against memory bandwidth, ATen and torch's GEMM.
 	@mkdir -p $(RESULTS)

@@ -268,6 +268,7 @@ def last_telling_line(log: Sequence[str]) -> str:
     """The last line that looks like an exception's message, without vLLM's prefixes; empty when there is none."""
     for line in reversed(log):
         bare = re.sub(r"^(\(\w+ pid=\d+\) )?((ERROR|CRITICAL) [\d-]+ [\d:]+ (\[[^\]]*\] )?)?", "", line).strip()
-        if re.match(r"[\w.]*(Error|Exception|Exit)\b.{4,}", bare) and "Engine core initialization failed" not in bare:
+        if re.match(r"[\w.]*(Error|Exception|Exit)\b.{4,}", bare) and not re.search(
+                "Engine core initialization failed|EngineDeadError", bare):  # these tell of the first one's consequences
             return bare[:300]
     return ""

@@ -20,8 +20,13 @@ from appliance.refusal import ranges
 SCHEMA = 1
 SAME = 0.03
 """Two figures that differ by less are the same: machines repeat themselves no better."""
-BANDWIDTH, DECODE, ROWS, CANARY, SERVED = "bandwidth", "decode", "rows", "canary", "served"
-"""Kinds of trials: reading memory; one token's weights; many rows at once; the crash canary; a whole worker."""
+BANDWIDTH, WEIGHTS, CANARY, SERVED = "bandwidth", "weights", "canary", "served"
+"""Kinds of trials: reading memory; all linears of one step; the crash canary; a whole worker answering."""
+OWN, LIBRARY, INT4 = "own", "library", "int4"
+"""Routes of many rows: as the kernel serves them, by torch's GEMM, in torch's int4 kernel."""
+PREFILL_ROWS = 256
+GB_S, TOK_S, PREFILL_TOK_S, STREAMS_TOK_S = "GB/s", "tok/s", "prompt tok/s", "4 streams tok/s"
+"""Figures: of a read; of one row; of PREFILL_ROWS rows, or a prompt; of four answers at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +56,8 @@ class Trial:
     model: str = ""
     failure: str = ""
     at: float = 0.0
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """`disturbed`: the share of the CPUs that others used meanwhile."""
 
     @property
     def id(self) -> str:
@@ -58,8 +65,9 @@ class Trial:
         return f"{self.kind} {self.model[:12]} {json.dumps(dict(self.settings), sort_keys=True)}"
 
     def median(self, name: str) -> float:
-        """The figure's median; zero where the trial has no such figure."""
-        return self.figures[name].median if name in self.figures else 0.0
+        """The figure's median; zero where the trial has no such figure, and where it was disturbed: it then decides
+        nothing."""
+        return self.figures[name].median if name in self.figures and not self.notes.get("disturbed") else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +77,9 @@ class Record:
     fingerprint: str
     inputs: Mapping[str, str]
     trials: tuple[Trial, ...] = ()
-    stale: tuple[str, ...] = field(default=())
+    open_since: float = 0.0
+    """When a run began that has not ended yet; 0 when none has: what it had measured is not measured again."""
+    stale: tuple[str, ...] = ()
 
     def of(self, kind: str, model: str = "") -> tuple[Trial, ...]:
         """Trials of one kind, for one model, in order."""
@@ -123,7 +133,7 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...
 def write(record: Record) -> str:
     """The record as JSON."""
     body = {"schema": SCHEMA, "fingerprint": record.fingerprint, "inputs": dict(record.inputs),
-            "trials": to_json(record.trials)}
+            "open_since": record.open_since, "trials": to_json(record.trials)}
     return json.dumps(body, indent=1) + "\n"
 
 
@@ -136,7 +146,7 @@ def read(text: str) -> Record | None:
         return Record(
             fingerprint=str(raw["fingerprint"]),
             inputs={str(name): str(value) for name, value in raw["inputs"].items()},
-            trials=tuple(_trial(entry) for entry in raw["trials"]))
+            trials=tuple(_trial(entry) for entry in raw["trials"]), open_since=float(raw["open_since"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
@@ -145,10 +155,10 @@ def _trial(raw: Mapping[str, Any]) -> Trial:
     figures = {str(name): Figure(median=float(f["median"]), low=float(f["low"]), high=float(f["high"]),
                                  repeats=int(f["repeats"])) for name, f in raw["figures"].items()}
     return Trial(kind=str(raw["kind"]), settings=dict(raw["settings"]), figures=figures, model=str(raw["model"]),
-                 failure=str(raw["failure"]), at=float(raw["at"]))
+                 failure=str(raw["failure"]), at=float(raw["at"]), notes=dict(raw["notes"]))
 
 
-# ---- what follows ------------------------------------------------------------------------------------------------------
+# ---- what follows ----------------------------------------------------------------------------------------------------
 
 
 def best(trials: Iterable[Trial], name: str) -> Trial | None:
@@ -165,19 +175,40 @@ def by_threads(trials: Iterable[Trial]) -> list[Trial]:
 
 
 def cite(trials: Iterable[Trial], name: str, unit: str, setting: str = "threads") -> str:
-    """`measured: 6 threads 41.2 tok/s, 8 threads 33.0`, for a plan."""
+    """`measured: 6 threads 41.2 tok/s, 8 threads 33.0 tok/s`, for a plan."""
     said = []
     for trial in trials:
-        value = trial.failure or f"{trial.median(name):.1f}" + ("" if said else f" {unit}")
+        value = trial.failure or (f"{trial.median(name):.1f} {unit}" if trial.median(name) else "disturbed")
+        what = f"{trial.settings.get(setting)} threads" if setting == "threads" else str(trial.settings.get(setting))
         where = f" on CPUs {trial.settings['cpus']}" if trial.settings.get("cpus") else ""
-        said.append(f"{trial.settings.get(setting)} {setting}{where} {value}" if setting == "threads"
-                    else f"{trial.settings.get(setting)} {value}")
+        said.append(f"{what}{where} {value}")
     return "measured: " + ", ".join(said)
 
 
 def bandwidth(record: Record) -> Trial | None:
     """The trial with the highest read bandwidth, with the fewest threads that reach it: the knee."""
-    return best(by_threads(record.of(BANDWIDTH)), "GB/s")
+    return best(by_threads(record.of(BANDWIDTH)), GB_S)
+
+
+def thread_trials(record: Record | None, model: str, kernel: str) -> tuple[Trial, ...]:
+    """Fresh trials of the model with different threads, on the kernel as it is served."""
+    if record is None or record.stale:
+        return ()
+    return tuple(trial for trial in record.of(WEIGHTS, model) if trial.settings.get("kernel") == kernel
+                 and not trial.settings.get("variant") and trial.settings.get("route") == OWN)
+
+
+def variant_trials(record: Record | None, model: str) -> tuple[Trial, ...]:
+    """Fresh trials of the native kernel's instruction sets, each forced."""
+    if record is None or record.stale:
+        return ()
+    return tuple(trial for trial in record.of(WEIGHTS, model) if trial.settings.get("variant")
+                 and trial.settings.get("route") == OWN)
+
+
+def rows_figure(rows: int) -> str:
+    """The name of the figure of a step with so many rows."""
+    return {1: TOK_S, PREFILL_ROWS: PREFILL_TOK_S}.get(rows, f"{rows} rows tok/s")
 
 
 def canary_passed(record: Record | None) -> bool:

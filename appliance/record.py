@@ -79,6 +79,7 @@ class Record:
     failed: dict[str, str] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
     restarts_total: dict[str, int] = field(default_factory=dict)
+    speeds: dict[str, float] = field(default_factory=dict)
     last_word: dict[str, Any] | None = None
     warning: str = ""
     problem: str = ""
@@ -196,6 +197,12 @@ class Record:
         changes = [one["event"] for one in self.history if one["event"] in ("trial", "kept", "rolled-back", "reset")]
         return changes[-1:] == ["rolled-back"]
 
+    def note_speed(self, candidate_id: str, tokens_per_s: float) -> None:
+        """Decode speed of a candidate on this node, measured while nobody else asked."""
+        self.speeds.pop(candidate_id, None)
+        self.speeds[candidate_id] = round(tokens_per_s, 2)
+        self.save()
+
     def reset(self, *, now: float) -> None:
         """Forget rungs, failed candidates and faults; the good configuration, the totals and the history stay."""
         self.rungs.clear()
@@ -243,7 +250,7 @@ class Record:
             "trial": {"candidate": trial.to_json(self.trial.candidate), "began_at": self.trial.began_at,
                       "ready_at": self.trial.ready_at, "attempts": self.trial.attempts} if self.trial else None,
             "failed": self.failed, "history": self.history, "restarts_total": self.restarts_total,
-            "last_word": self.last_word,
+            "speeds": self.speeds, "last_word": self.last_word,
         }
 
     def _bound(self) -> None:
@@ -251,6 +258,8 @@ class Record:
         del self.history[:-HISTORY]
         for key in list(self.failed)[:-FAILED]:
             del self.failed[key]
+        for key in list(self.speeds)[:-FAILED]:
+            del self.speeds[key]
         for key in list(self.rungs)[:-SITUATIONS]:
             del self.rungs[key]
 
@@ -310,6 +319,7 @@ def _read(path: Path, tree: Any) -> Record:
         history=[{"at": float(one["at"]), "event": str(one["event"]), "sentence": str(one["sentence"]),
                   "id": str(one["id"])} for one in tree["history"]],
         restarts_total={str(name): int(count) for name, count in tree["restarts_total"].items()},
+        speeds={str(name): float(speed) for name, speed in tree.get("speeds", {}).items()},
         last_word={"at": float(word["at"]), "state": str(word["state"]), "sentence": str(word["sentence"]),
                    "exit_code": word["exit_code"]} if word else None,
     )

@@ -59,6 +59,7 @@ class Worker:
 @dataclass(frozen=True, kw_only=True)
 class Tune:
     upgrade_loss_pct: float = 10.0
+    upgrade_rollback: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,5 +358,6 @@ KEYS: Mapping[str, Reader] = {
     "request_s": _positive_seconds,
     "max_body": _size,
     "tune.upgrade_loss_pct": _percent,
+    "tune.upgrade_rollback": _switch,
 }
 """Every key of the configuration file, with the function that reads its value."""

@@ -1,14 +1,17 @@
 """PURE: how many threads the worker gets, and on which CPUs.
 
-One thread per physical performance core of one NUMA node, never more than the CPU quota pays for; the operator's word
-always wins. Rules of thumb, until a node has been measured.
+Measured on this node with this model where that was done; else one thread per physical performance core of one NUMA
+node. Never more than the CPU quota pays for; the operator's word always wins.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from appliance.facts import TopologyFacts
+from appliance.measured import PREFILL_TOK_S, SAME, TOK_S, Trial, by_threads, cite
+from appliance.refusal import ranges
 from appliance.settings import Settings
 
 
@@ -22,12 +25,57 @@ class ThreadChoice:
     evidence: str
 
 
-def choose_threads(topology: TopologyFacts, settings: Settings) -> ThreadChoice:
-    """Threads for this topology. Never less than one, even where nothing is known of the cores."""
+def choose_threads(topology: TopologyFacts, settings: Settings, tried: Sequence[Trial] = ()) -> ThreadChoice:
+    """Threads for this topology. Never less than one, even where nothing is known of the cores. `tried`: fresh trials
+    of the model with different threads."""
     if settings.cpu.cpus:
         usable = tuple(c for c in settings.cpu.cpus if c in topology.allowed) or topology.allowed
         count = settings.cpu.threads or len(usable)
         return ThreadChoice(count=count, cpus=usable, reason="CPUs set by the operator", evidence="settings cpu.cpus")
+    rule = _by_rule(topology)
+    if settings.cpu.threads:
+        return replace(rule, count=settings.cpu.threads, evidence="settings cpu.threads",
+                       reason="; ".join(["set by the operator", *rule.reason.split("; ")[1:]]))
+    return _by_measure(topology, rule, tried) or rule
+
+
+def candidates(topology: TopologyFacts) -> Iterator[tuple[int, tuple[int, ...] | None]]:
+    """Threads and CPUs worth trying on this node, the rule's own first; none that the quota does not pay for."""
+    rule = _by_rule(topology)
+    most = int(topology.quota.cpus) if topology.quota else len(topology.allowed)
+    seen = set()
+    counts = (rule.count, rule.count - 1, rule.count * 3 // 4, rule.count // 2, rule.count // 4, 1)
+    everywhere = len(topology.cores)
+    siblings = len(rule.cpus) if rule.cpus is not None else len(topology.allowed)
+    wanted = [*((count, rule.cpus) for count in counts), (siblings, rule.cpus), (everywhere, None)]
+    for count, cpus in wanted:
+        if 1 <= count <= max(1, most) and (count, cpus) not in seen:
+            seen.add((count, cpus))
+            yield count, cpus
+
+
+def _by_measure(topology: TopologyFacts, rule: ThreadChoice, tried: Sequence[Trial]) -> ThreadChoice | None:
+    """The fastest at one token; of those that are as fast the fastest at prompts, then the one with fewest threads."""
+    most = int(topology.quota.cpus) if topology.quota else len(topology.allowed)
+    usable = [trial for trial in by_threads(tried) if not trial.failure and trial.median(TOK_S) > 0
+              and 1 <= int(trial.settings["threads"]) <= max(1, most)]
+    if len(usable) < 2 and not any(trial.failure for trial in tried):
+        return None  # one figure alone compares nothing
+    fastest = max((trial.median(TOK_S) for trial in usable), default=0.0)
+    equal = [trial for trial in usable if trial.median(TOK_S) >= fastest * (1 - SAME)]
+    if not equal:
+        return None
+    prompts = max(trial.median(PREFILL_TOK_S) for trial in equal)
+    chosen = next(trial for trial in equal if trial.median(PREFILL_TOK_S) >= prompts * (1 - SAME))
+    count, cpus = int(chosen.settings["threads"]), chosen.settings.get("cpus")
+    reason = "fastest of those measured" + ("" if count == rule.count else f"; the rule of thumb says {rule.count}")
+    if rule.cpus is not None and cpus == ranges(rule.cpus):
+        reason = "; ".join([reason, *rule.reason.split("; ")[1:]])
+    return ThreadChoice(count=count, cpus=rule.cpus if cpus else None, reason=reason,
+                        evidence=cite(by_threads(tried), TOK_S, "tok/s"))
+
+
+def _by_rule(topology: TopologyFacts) -> ThreadChoice:
     cores = topology.cores
     kinds = {core.kind for core in cores}
     notes: list[str] = []
@@ -48,6 +96,4 @@ def choose_threads(topology: TopologyFacts, settings: Settings) -> ThreadChoice:
     if topology.quota is not None and int(topology.quota.cpus) < count:
         count = max(1, int(topology.quota.cpus))
         reason, evidence = f"the CPU quota allows {topology.quota.cpus:g} CPUs", topology.quota.source
-    if settings.cpu.threads:
-        count, reason, evidence = settings.cpu.threads, "set by the operator", "settings cpu.threads"
     return ThreadChoice(count=count, cpus=cpus, reason="; ".join([reason, *notes]), evidence=evidence)

@@ -23,7 +23,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from appliance.settings import Settings, from_tree, to_dict
@@ -49,6 +49,11 @@ class Candidate:
     @property
     def title(self) -> str:
         return f"{self.model} ({self.id})"
+
+
+def comparable(old: Candidate, new: Candidate) -> bool:
+    """Whether only worker and versions differ, so that a difference in speed is the upgrade's."""
+    return (old.digest, dict(old.settings)) == (new.digest, dict(new.settings)) and old.id != new.id
 
 
 def candidate(*, model: str, digest: str, settings: Mapping[str, Any], worker_python: str,
@@ -177,13 +182,18 @@ def start_refusal(trial: Trial) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialView:
-    """What verdicts judge. `answered_s`: how long the present worker has answered without a fault, 0 while it does not;
-    `trial_s`: the setting; `measured`: figures of later verdicts (speed)."""
+    """What verdicts judge. `answered_s`: how long the present worker has answered without a fault, 0 while it does
+    not; `trial_s`: the setting; `speed_before`: tokens/s of the last good candidate where only versions differ from it, else
+    None; `speed_now`: of this one, None until it is measured; `loss_pct`, `roll_back_on_loss`: what an upgrade may lose,
+    and whether more than that ends its trial."""
 
     trial: Trial
     answered_s: float
     trial_s: float
-    measured: Mapping[str, float] = field(default_factory=dict)
+    speed_before: float | None = None
+    speed_now: float | None = None
+    loss_pct: float = 10.0
+    roll_back_on_loss: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +218,22 @@ def health(view: TrialView) -> Pass | Fail | None:
     return None
 
 
-VERDICTS: tuple[Verdict, ...] = (health,)
+def speed(view: TrialView) -> Pass | Fail | None:
+    """An upgrade must not make it slower. Nothing to compare passes; so does a service that is never idle enough to be
+    measured, after twice the trial."""
+    if view.speed_before is None:
+        return Pass(sentence="")
+    if view.speed_now is None:
+        return Pass(sentence="its speed could not be measured") if view.answered_s >= 2 * view.trial_s else None
+    loss_pct = 100 * (1 - view.speed_now / view.speed_before)
+    figures = f"{view.speed_now:.1f} tokens/s, {view.speed_before:.1f} before the upgrade"
+    if loss_pct <= view.loss_pct:
+        return Pass(sentence=figures)
+    lost = f"{figures}: {loss_pct:.0f} % slower, {view.loss_pct:g} % are allowed"
+    return Fail(sentence=lost) if view.roll_back_on_loss else Pass(sentence=lost)
+
+
+VERDICTS: tuple[Verdict, ...] = (health, speed)
 
 
 def judge(view: TrialView, verdicts: Sequence[Verdict] = VERDICTS) -> Pass | Fail | None:
@@ -218,7 +243,9 @@ def judge(view: TrialView, verdicts: Sequence[Verdict] = VERDICTS) -> Pass | Fai
         if isinstance(one, Fail):
             return one
     passed = [one for one in found if isinstance(one, Pass)]
-    return Pass(sentence="; ".join(one.sentence for one in passed)) if len(passed) == len(found) else None
+    if len(passed) < len(found):
+        return None
+    return Pass(sentence="; ".join(one.sentence for one in passed if one.sentence))
 
 
 def _get(tree: Mapping[str, Any], dotted: str) -> Any:

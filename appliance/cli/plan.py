@@ -50,12 +50,14 @@ def render(plan: Plan) -> Iterator[str]:
         return
     yield ""
     yield "  " + f"{'memory':<36}" + "".join(f"{phase:>11}" for phase in PHASES)
-    for line in plan.memory:
+    for line in (line for line in plan.memory if line.phases):
         cells = (show(line.bytes) if phase in line.phases else "-" for phase in PHASES)
         yield "  " + f"{line.item:<36}" + "".join(f"{cell:>11}" for cell in cells)
     yield "  " + f"{'needed':<36}" + "".join(f"{show(phase_bytes(plan.memory, phase)):>11}" for phase in PHASES)
     if plan.ceiling_bytes is not None and plan.usable_bytes is not None:
         yield (f"  peak {show(plan.peak_bytes)} ({plan.peak_phase}) of {show(plan.usable_bytes)} usable; "
                f"ceiling {show(plan.ceiling_bytes)}, the rest stays free")
+    for line in (line for line in plan.memory if not line.phases):
+        yield f"  {line.item}: {show(line.bytes)}"
     yield ""
     yield "  ladder: " + ", ".join(rung.id for rung in plan.rungs)

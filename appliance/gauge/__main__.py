@@ -1,7 +1,8 @@
 """`python -m appliance.gauge ORDER`: one measurement, as JSON lines (see `appliance.report`).
 
 ORDER is a JSON object: `gauge` (bandwidth, weights, canary), `cpus` (where to run, or null) and the gauge's own keys.
-A figure is an event: `{"event": "figure", "settings": {...}, "figures": {name: [values]}}`.
+Events: `{"event": "trying", "settings": {...}}` before a measurement, so that a crash has a name, and
+`{"event": "figure", "settings": {...}, "figures": {name: [values]}}` after it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The canary: does this machine survive several rows in torch's int4 kernel, then attention, then a bf16 GEMM?
 
-On hosts with AMX the first has been seen to leave tile state behind that ends the process by SIGILL in the second. So the
-three are repeated in one process, over `rows` (1, 2, 7, 8, 9, 64), `times` each, and their results are compared with
-the first ones and with fp64. A crash is the answer of whoever started this process. Order: `rows`, `times`, `threads`.
+On hosts with AMX the first has been seen to leave tile state behind that ends the process by SIGILL in the second. So
+the three are repeated in one process, over `rows` (1, 2, 7, 8, 9, 64), `times` each, and every result is compared with
+fp64. That this process dies is an answer, for whoever started it. Order: `rows`, `times`, `threads`.
 Uses vLLM's own C++ operators, the ones that serve.
 """
 
@@ -43,6 +43,7 @@ def measure(order: Mapping[str, Any], emit: Event) -> None:
     dense = torch.randn(COLUMNS, COLUMNS, generator=generator).to(torch.bfloat16)
     with torch.inference_mode():
         for rows in order["rows"]:
+            emit({"event": "trying", "settings": {"rows": rows}})
             x = torch.randn(rows, COLUMNS, generator=generator).to(torch.bfloat16)
             attention = Attention(rows, generator)
             want_linear, want_mm = reference.linear(x, weight), x.double() @ dense.double()

@@ -26,6 +26,7 @@ def measure(order: Mapping[str, Any], emit: Event) -> None:
     size = matrix.numel() * 4
     for threads in order["threads"]:
         torch.set_num_threads(threads)
+        emit({"event": "trying", "settings": {"threads": threads}})
         seconds = repeat(lambda: torch.mv(matrix, vector, out=out), budget_s=order["budget_s"])
         emit({"event": "figure", "settings": {"threads": threads},
               "figures": {"GB/s": [size / s / 1e9 for s in seconds]}})

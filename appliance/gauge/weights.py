@@ -54,14 +54,17 @@ def measure(order: Mapping[str, Any], emit: Event) -> None:
     steps = _steps(order, kernel)
     with torch.inference_mode():
         for variant in order["variants"]:
+            emit({"event": "trying", "settings": {"threads": order["threads"][0], "kernel": kernel.name,
+                                                  "variant": variant, "route": order["routes"][0]}})
             use(variant)
             for threads in order["threads"]:
                 torch.set_num_threads(threads)
                 for rows in order["rows"]:
                     for route in order["routes"]:
-                        seconds = repeat(_pass(kernel, steps, rows, route), budget_s=order["budget_s"])
                         settings = {"threads": threads, "rows": rows, "kernel": kernel.name, "variant": variant,
                                     "route": route}
+                        emit({"event": "trying", "settings": settings})
+                        seconds = repeat(_pass(kernel, steps, rows, route), budget_s=order["budget_s"])
                         emit({"event": "figure", "settings": settings,
                               "figures": {"tok/s": [rows / s for s in seconds]}})
 

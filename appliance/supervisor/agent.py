@@ -184,6 +184,7 @@ class Agent:
                 self.course.ready(time.time())
                 self.notifier.ready()
                 self._reloading = False
+            self.course.measured(life.speed)
             failed = self.course.judge(life.answered_s(now), time.time())
             if self.limits.tick(now, idle=self._idle(), outdated=self.course.outdated) or failed:
                 self._switch(now)

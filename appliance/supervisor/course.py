@@ -43,6 +43,7 @@ class Course:
         self.ladder: tuple[str, ...] = ("full",)
         self._repair = ""
         self._said = ""
+        self._measured: float | None = None
         self._parsed = Parsed(settings=Settings(), warnings=(), sources={})
         self._wanted: tuple[object, ...] = ()
         if self.record.warning:
@@ -175,15 +176,25 @@ class Course:
         if self.choice is not None and self.choice.on_trial:
             self.record.trial_ready(now=now)
 
+    def measured(self, tokens_per_s: float | None) -> None:
+        """What the served candidate's worker decoded while nobody else asked; None while that is not known."""
+        if tokens_per_s is not None and self.choice is not None and tokens_per_s != self._measured:
+            self._measured = tokens_per_s
+            self.record.note_speed(self.choice.candidate.id, tokens_per_s)
+
     def judge(self, answered_s: float, now: float) -> bool:
         """Look at the trial, where there is one. True when it has failed and something else must be started."""
         if self.choice is None or not self.choice.on_trial or self.record.trial is None:
             return False
-        view = TrialView(trial=self.record.trial, answered_s=answered_s, trial_s=self.parsed.settings.trial_s)
-        found = trial.judge(view)
+        candidate, good, settings = self.choice.candidate, self.record.good, self.parsed.settings
+        upgraded = good is not None and trial.comparable(good, candidate)
+        found = trial.judge(TrialView(
+            trial=self.record.trial, answered_s=answered_s, trial_s=settings.trial_s,
+            speed_before=self.record.speeds.get(good.id) if good is not None and upgraded else None,
+            speed_now=self.record.speeds.get(candidate.id), loss_pct=settings.tune.upgrade_loss_pct,
+            roll_back_on_loss=settings.tune.upgrade_rollback))
         if found is None:
             return False
-        candidate = self.choice.candidate
         if isinstance(found, Pass):
             self.record.keep(candidate, f"{candidate.title} is kept: {found.sentence}", now=now)
             self.choice = dataclasses.replace(self.choice, on_trial=False, sentence="")

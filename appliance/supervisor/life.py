@@ -30,6 +30,8 @@ SUSPECT_S = 3.0
 CPU_SHARE = 0.01
 """Less of one core than this is not computing: a clock that ticks, a counter that is read."""
 
+LEAST_SPEED_TOKENS, SPEED_TOKENS, SPEED_TRIES = 4, 48, 3
+
 PHASES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), phase)
     for pattern, phase in (
@@ -64,7 +66,7 @@ class Life:
 
     worker: Worker
     listening: Callable[[], bool]
-    answer: Callable[[float], Answer | Busy | str]
+    answer: Callable[[float, int], Answer | Busy | str]
     counters: Callable[[], Counters | None]
     traffic: Callable[[], Traffic]
     oom_kills: Callable[[], int | None]
@@ -81,6 +83,7 @@ class Life:
     probe_failure: str = ""
     sentence_of_trouble: str = ""
     tokens_per_s: float | None = None
+    speed: float | None = None
     moved: float = 0.0
     measured_s: deque[float] = field(default_factory=lambda: deque(maxlen=20))
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=200))
@@ -97,6 +100,7 @@ class Life:
     _engine_moved: float = 0.0
     _held: float = float("-inf")
     _slowed: int | None = None
+    _speeds: list[float] = field(default_factory=list)
     _bytes: int = 0
     _answered_users: int = 0
 
@@ -158,7 +162,8 @@ class Life:
         if self._probe is None and self._due(now):
             deadline_s = max(vitals.MAX_DEADLINE_S, self.deadline_s) * 5
             self._probe_began = now if self._probe_began is None else self._probe_began
-            self._probe = Background(lambda: self.answer(deadline_s), name="probe")
+            tokens = self._tokens()
+            self._probe = Background(lambda: self.answer(deadline_s, tokens), name="probe")
         found = vitals.verdict(Signs(
             now=now, probe_s=self.probe_s, answered=self.answered, probe_began=self._probe_began,
             probe_deadline_s=self.deadline_s, probe_failures=self.probe_failures, probe_failure=self.probe_failure,
@@ -174,6 +179,13 @@ class Life:
                 self.phase = "serving"
             self.state = "ready" if well else "busy"
 
+    def _tokens(self) -> int:
+        """How many tokens the next probe asks for: one, but a few probes of a new worker are longer and tell its speed,
+        about a second's worth, while nobody else is there."""
+        if self.state != "ready" or len(self._speeds) == SPEED_TRIES or self.traffic().running or not self.measured_s:
+            return 1
+        return max(LEAST_SPEED_TOKENS, min(SPEED_TOKENS, int(1 / min(self.measured_s))))
+
     def _due(self, now: float) -> bool:
         if self.answered is None or self.probe_failures or self.probe_failure:
             return now - self._probe_ended >= min(1.0, self.probe_s)
@@ -187,7 +199,11 @@ class Life:
             return
         result, self._probe, self._probe_ended = self._probe.result, None, now
         if isinstance(result, Answer):
-            self.measured_s.append(result.seconds)
+            if result.tokens > 1:
+                self._speeds.append(result.tokens / result.seconds)
+                self.speed = max(self._speeds) if len(self._speeds) == SPEED_TRIES else None
+            else:
+                self.measured_s.append(result.seconds)
             self.last_answer, self.answered = result, now
             self.probe_failures, self.probe_failure, self._probe_began = 0, "", None
         elif isinstance(result, Busy):

@@ -34,7 +34,8 @@ def start(node: Node, rung: Rung, *, directories: Directories, worker_python: st
     life = Life(
         worker=started, probe_s=probe_s, began=now, traffic=traffic,
         listening=lambda: health.listening(socket), counters=lambda: health.counters(socket),
-        answer=lambda timeout_s: health.answer(socket, model=node.model.name, timeout_s=timeout_s),
+        answer=lambda timeout_s, tokens: health.answer(socket, model=node.model.name, timeout_s=timeout_s,
+                                                       tokens=tokens),
         oom_kills=lambda: _grown(before, kills()), slowed=lambda: read_slowed(tree))
     return started, life
 

@@ -39,7 +39,7 @@ from appliance.supervisor import folders, health, worker
 from tests.bench import machine, models
 from tests.bench.build_llama import REPOSITORY
 from tests.bench.client import prompt
-from tests.bench.report import table
+from tests.bench.report import memory_cells, memory_tables
 
 MODELS = ("smollm2", "gqa", "mha", "mqa", "window", "qwen2", "qwen3", "granite", "gemma2", "1b")
 ADD_FLAGS = {"gemma2": ("--table-bits", "16")}
@@ -287,23 +287,6 @@ def measure(found: Node, places: Directories, ceiling: int, *, logprobs: bool) -
     }
 
 
-def kv_error(row: Mapping[str, Any]) -> float | None:
-    """How many full contexts we think the cache holds, against the engine's own figure."""
-    return row["contexts"] / row["engine contexts"] - 1 if row["engine contexts"] else None
-
-
-def cells(row: Mapping[str, Any]) -> list[str]:
-    out = [row["model"], f"{row['ceiling'] / GIB:g}"]
-    if "refused" in row:
-        return [*out, row["refused"], *[""] * (len(PHASES) + 2)]
-    out += [str(row["context"]), f"{row['kv bytes'] / MIB:.0f}"]
-    for phase in PHASES:
-        cell = row["phases"].get(phase)
-        out.append(f"{cell['predicted'] / MIB:.0f} / {cell['measured'] / MIB:.0f} ({cell['error']:+.1%})" if cell else "-")
-    error = kv_error(row)
-    return [*out, f"{error:+.1%}" if error is not None else "-"]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
@@ -316,6 +299,7 @@ def main() -> int:
     (HOME / "appliance.yaml").write_text("")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     rows: list[dict[str, Any]] = []
+    result = {"bench": "memory", "machine": machine.facts(), "rows": rows}
     add_model("smollm2", HOME)
     for name in args.models.split(","):
         add_model(name, HOME)
@@ -329,13 +313,11 @@ def main() -> int:
                     rows.append(measure(found, places, ceiling, logprobs=args.logprobs))
                 except SystemExit as error:
                     rows.append({"model": name, "ceiling": ceiling, "refused": f"FAILED: {error}"})
-            print(" | ".join(cells(rows[-1])), flush=True)
+            print(" | ".join(memory_cells(rows[-1])), flush=True)
             if args.json:
                 args.json.parent.mkdir(parents=True, exist_ok=True)
-                args.json.write_text(json.dumps({"kind": "memory", "machine": machine.facts(), "rows": rows}, indent=1) + "\n")
-    head = ["model", "ceiling GiB", "context", "cache MiB", *(f"{phase}: predicted / measured MiB" for phase in PHASES),
-            "engine's cache"]
-    print("\n" + table(head, [cells(row) for row in rows]))
+                args.json.write_text(json.dumps(result, indent=1) + "\n")
+    print("\n" + memory_tables(result))
     errors = [(abs(cell["error"]), f"{row['model']}, {row['ceiling'] / GIB:g} GiB, {phase}")
               for row in rows for phase, cell in row.get("phases", {}).items()]
     worst, where = max(errors)

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 OURS = "ours"
+MIB, GIB = 1 << 20, 1 << 30
+PHASES = ("load", "compile", "warm-up", "serve")
 COLOURS = ("#1f5a99", "#d98324", "#7a9e3c", "#8d8d8d")
 
 
@@ -54,6 +56,25 @@ def serving_tables(result: dict[str, Any]) -> str:
         rows.append([figure, *(str(result["memory"][name][figure]) for name in names)])
     parts.append(table(["start and memory", *names], rows))
     return "\n\n".join(parts)
+
+
+def memory_cells(row: dict[str, Any]) -> list[str]:
+    """One start: what was planned, and each phase as predicted / measured (error)."""
+    out = [row["model"], f"{row['ceiling'] / GIB:g}"]
+    if "refused" in row:
+        return [*out, row["refused"], *[""] * (len(PHASES) + 2)]
+    out += [str(row["context"]), f"{row['kv bytes'] / MIB:.0f}"]
+    for phase in PHASES:
+        cell = row["phases"].get(phase)
+        out.append(f"{cell['predicted'] / MIB:.0f} / {cell['measured'] / MIB:.0f} ({cell['error']:+.1%})" if cell else "-")
+    engine = row["engine contexts"]
+    return [*out, f"{row['contexts'] / engine - 1:+.1%}" if engine else "-"]
+
+
+def memory_tables(result: dict[str, Any]) -> str:
+    """The plan's arithmetic against measurements."""
+    head = ["model", "ceiling GiB", "context", "cache MiB", *(f"{phase}, MiB" for phase in PHASES), "full contexts"]
+    return table(head, [memory_cells(row) for row in result["rows"]])
 
 
 def kernel_tables(result: dict[str, Any]) -> str:
@@ -152,8 +173,9 @@ def main() -> None:
         kind = result["bench"]
         machine = result["machine"]
         print(f"<!-- {file.name}: {machine['date']}, {machine['commit']}, {machine['cpu']}, {machine['cores']} cores -->")
-        print((serving_tables if kind == "serving" else kernel_tables)(result) + "\n")
-        if args.plots:
+        tables = {"serving": serving_tables, "memory": memory_tables}.get(kind, kernel_tables)
+        print(tables(result) + "\n")
+        if args.plots and kind != "memory":
             (serving_plot if kind == "serving" else kernel_plot)(result, args.plots / f"{file.stem}.png")
 
 

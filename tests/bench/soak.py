@@ -237,7 +237,7 @@ def sample(runtime: Path) -> dict[str, float]:
     found: dict[str, float] = {"at": time.monotonic(), "shm files": sum(1 for _ in Path("/dev/shm").iterdir()),
                                "sockets": sum(path.is_socket() for path in runtime.iterdir())}
     status = read_status(runtime)
-    found["restarts"] = float(status.get("restarts_total") or 0)
+    found["restarts"] = float(sum((status.get("restarts_total") or {}).values()))
     agent = [psutil.Process(status["agent"]["pid"])]
     worker = members(status["worker_pid"]) if status.get("worker_pid") else []
     for name, processes in (("agent", agent), ("worker", worker)):

@@ -108,7 +108,7 @@ class Agent:
         except NotReachable:
             return {"state": "absent"}
 
-    def wait_for(self, *states: str, timeout: float = 30) -> dict[str, object]:
+    def wait_for(self, *states: str, timeout: float = 60) -> dict[str, object]:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             current = self.status()
@@ -117,11 +117,11 @@ class Agent:
             time.sleep(0.05)
         raise AssertionError(f"not {states} within {timeout} s: {self.status()}")
 
-    def ready(self, timeout: float = 30) -> dict[str, Any]:
+    def ready(self, timeout: float = 60) -> dict[str, Any]:
         """Wait until it says that it answers now; the status of that moment."""
         return self.until(lambda status: bool(status.get("ready")), timeout=timeout)
 
-    def until(self, true: Callable[[dict[str, Any]], bool], timeout: float = 30) -> dict[str, Any]:
+    def until(self, true: Callable[[dict[str, Any]], bool], timeout: float = 60) -> dict[str, Any]:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             current: dict[str, Any] = self.status()

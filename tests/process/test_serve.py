@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -69,9 +68,9 @@ def test_listening_is_not_ready(agent: Agent, fake: str) -> None:
         ("freeze-engine", "hang", "its engine does not run", "full"),
         ("freeze-api", "hang", "no answer to a probe", "full"),
         ("hang", "hang", "its engine does not run", "full"),
-        ("error", "hang", "3 probes failed: the worker answered status 500", "full"),
-        ("garbage", "hang", "3 probes failed", "full"),
-        ("dumb", "hang", "3 probes failed: the worker generated 0 of 1 tokens", "full"),
+        ("error", "hang", "the worker answered status 500", "full"),
+        ("garbage", "hang", "the worker's answer is not a completion", "full"),
+        ("dumb", "hang", "the worker generated 0 of 1 tokens", "full"),
     ],
 )
 def test_a_worker_that_fails_once_is_named_and_replaced(agent: Agent, behaviour: str, fault: str | None, says: str, rung: str) -> None:
@@ -92,8 +91,9 @@ def test_a_worker_that_fails_once_is_named_and_replaced(agent: Agent, behaviour:
 def test_what_always_fails_is_retried_with_growing_pauses_never_in_a_loop(agent: Agent) -> None:
     agent.serve("crash")
     status = agent.until(lambda status: len(status.get("restarts") or ()) >= 3)
-    pauses = [b["at"] - a["at"] for a, b in itertools.pairwise(status["restarts"])]
-    assert pauses[1] > pauses[0] + 0.5
+    assert [
+        next(word for word in ("starting again in 1 s", "starting again in 2 s", "stepping down") if word in one["sentence"])
+        for one in status["restarts"]] == ["starting again in 1 s", "starting again in 2 s", "stepping down"]
     assert all("ValueError: this fake always crashes" in one["sentence"] for one in status["restarts"])
     assert status["ready"] is False
     assert agent.get("/livez").status == 200
@@ -110,7 +110,7 @@ def test_what_always_fails_is_retried_with_growing_pauses_never_in_a_loop(agent:
     ],
 )
 def test_what_nothing_cures_is_one_sentence_and_an_exit_code(agent: Agent, fake: str, words: str, code: int, says: str) -> None:
-    agent.worker_env |= {"FAKE_SAYS": words, "FAKE_EXIT": str(code)}
+    agent.worker_env |= {"FAKE_SAYS": words or "-", "FAKE_EXIT": str(code)}
     process = agent.serve(fake)
     _, err = process.communicate(timeout=60)
     assert process.returncode == code
@@ -122,7 +122,7 @@ def test_what_nothing_cures_is_one_sentence_and_an_exit_code(agent: Agent, fake:
     assert agent.worker_processes() == []
     status = agent.run("status")
     assert status.returncode == 69
-    assert says in status.stderr
+    assert says in status.stdout + status.stderr
 
 
 def test_a_stubborn_tree_is_ended(agent: Agent) -> None:
@@ -213,13 +213,11 @@ def test_case_015_offline_is_planned_and_a_missing_tokenizer_is_named_at_once(ag
     assert (env["HF_HUB_OFFLINE"], env["TRANSFORMERS_OFFLINE"], env["VLLM_NO_USAGE_STATS"]) == ("1", "1", "1")
     stored.chmod(0o755)
     (stored / "tokenizer.json").unlink()
-    began = time.monotonic()
-    process = agent.serve("ok")
-    _, err = process.communicate(timeout=30)
-    assert time.monotonic() - began < 10
-    assert process.returncode == 73  # the store is damaged: nothing the model's author did
-    assert "tokenizer.json" in err
-    assert len(err.strip().splitlines()) == 1, err
+    agent.serve("ok")
+    # The store is damaged, nothing the model's author did: looked at again later, and no worker is started for it.
+    status = agent.until(lambda status: status["state"] == "waiting", timeout=20)
+    assert "tokenizer.json" in str(status["sentence"])
+    assert not (agent.home / "state" / "worker.log").exists()
 
 
 def test_case_055_the_worker_cannot_talk_to_systemd(agent: Agent) -> None:

@@ -43,4 +43,5 @@ def test_case_046_a_limit_that_moved_is_named(change: dict[str, object], says: s
 def test_case_044_what_strains_is_a_warning(strain: dict[str, object], before: dict[str, object] | None, says: str) -> None:
     earlier = None if before is None else Strain(**{**CALM, **before})  # type: ignore[arg-type]
     found = strain_warning(Strain(**{**CALM, **strain}), earlier)  # type: ignore[arg-type]
-    assert (says in found) and bool(found) == bool(says)
+    assert says in found
+    assert bool(found) == bool(says)

@@ -236,15 +236,30 @@ def test_a_trial_of_no_time_needs_an_answer_all_the_same() -> None:
     assert isinstance(judge(TrialView(trial=running.ready(1.0), answered_s=0.0, trial_s=0.0)), Pass)
 
 
-def test_verdicts_are_pluggable() -> None:
-    def speed(view: TrialView) -> Pass | Fail | None:
-        loss = view.measured.get("loss_pct")
-        return None if loss is None else Fail(sentence=f"{loss} % slower") if loss > 10 else Pass(sentence="as fast")
-
+@pytest.mark.parametrize(
+    ("before", "now", "answered_s", "roll_back", "word", "says"),
+    [
+        (None, None, 700.0, True, Pass, "without a fault"),
+        (40.0, None, 700.0, True, None, ""),
+        (40.0, None, 1300.0, True, Pass, "could not be measured"),
+        (40.0, 38.0, 700.0, True, Pass, "38.0 tokens/s, 40.0 before the upgrade"),
+        (40.0, 30.0, 5.0, True, Fail, "30.0 tokens/s, 40.0 before the upgrade: 25 % slower, 10 % are allowed"),
+        (40.0, 30.0, 5.0, False, None, ""),
+        (40.0, 30.0, 700.0, False, Pass, "25 % slower"),
+        (40.0, 50.0, 700.0, True, Pass, "50.0 tokens/s"),
+    ],
+)
+def test_an_upgrade_must_not_make_it_slower(
+    before: float | None, now: float | None, answered_s: float, roll_back: bool, word: type | None, says: str
+) -> None:
     ready = Trial(candidate=make("A"), began_at=0.0).ready(1.0)
-    verdicts = (*trial.VERDICTS, speed)
-    young, old = (TrialView(trial=ready, answered_s=seconds, trial_s=600) for seconds in (5.0, 700.0))
-    assert judge(old, verdicts) is None, "healthy, speed not known yet"
-    assert isinstance(judge(dataclasses.replace(old, measured={"loss_pct": 3.0}), verdicts), Pass)
-    assert judge(dataclasses.replace(young, measured={"loss_pct": 30.0}), verdicts) == Fail(sentence="30.0 % slower")
-    assert judge(dataclasses.replace(young, measured={"loss_pct": 3.0}), verdicts) is None
+    found = judge(TrialView(trial=ready, answered_s=answered_s, trial_s=600, speed_before=before, speed_now=now, roll_back_on_loss=roll_back))
+    assert (type(found) if found else None) == word
+    assert says in (found.sentence if found else "")
+
+
+def test_only_an_upgrade_is_compared() -> None:
+    assert trial.comparable(make("A", version="1"), make("A", version="2"))
+    assert not trial.comparable(make("A", version="1"), make("B", version="2"))
+    assert not trial.comparable(make("A"), make("A"))
+

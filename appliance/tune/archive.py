@@ -1,0 +1,115 @@
+"""Where measurements are kept: `state/measured/FINGERPRINT.json`, and earlier ones beside it.
+
+Does: load the record of this host with what has made it stale, save one atomically, keep the last few that were
+replaced. Does not: measure, or decide. Rules: a file that cannot be read is no record, not an error; a file belongs to
+the account that owns the state folder, so that the service can replace what root has measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from appliance import disk, measured
+from appliance.directories import ensure
+from appliance.errors import UsageError
+from appliance.facts import HostFacts
+from appliance.measured import Record
+
+FOLDER, EARLIER = "measured", "earlier"
+KEPT = 20
+"""Earlier records that are kept."""
+
+
+def load(state: Path, host: HostFacts, *, root: Path = Path("/")) -> Record | None:
+    """The record of this host, `stale` filled in; None when nothing was measured."""
+    record = read(_file(state, host.fingerprint))
+    if record is None:
+        return None
+    now = measured.inputs(host, microcode=microcode(root))
+    return replace(record, stale=measured.changes(record.inputs, now))
+
+
+def current(state: Path, host: HostFacts, *, root: Path = Path("/")) -> Record:
+    """The record to add trials to: the one that is there while it is fresh, else a new one."""
+    record = load(state, host, root=root)
+    if record is not None and not record.stale:
+        return record
+    return Record(fingerprint=host.fingerprint, inputs=measured.inputs(host, microcode=microcode(root)))
+
+
+def save(state: Path, record: Record) -> None:
+    """Replace the record of this fingerprint; one of other inputs is kept beside it. Raises StoreError."""
+    folder = ensure(state / FOLDER)
+    file = _file(state, record.fingerprint)
+    before = read(file)
+    if before is not None and before.inputs != record.inputs:
+        set_aside(state, before)
+    with disk.mapped("cannot keep the measurements", folder):
+        draft = file.with_suffix(".draft")
+        draft.write_text(measured.write(replace(record, stale=())))
+        draft.chmod(0o644)
+        _give(draft, state)
+        _give(folder, state)
+        draft.replace(file)
+
+
+def set_aside(state: Path, record: Record) -> None:
+    """Keep a record that is about to be replaced, under the time of its last trial."""
+    folder = ensure(state / FOLDER / EARLIER)
+    at = max((trial.at for trial in record.trials), default=0.0)
+    name = f"{record.fingerprint}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime(at))}.json"
+    with disk.mapped("cannot keep the measurements", folder):
+        (folder / name).write_text(measured.write(record))
+        _give(folder / name, state)
+        _give(folder, state)
+        for old in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
+            old.unlink()
+
+
+def names(state: Path) -> list[Path]:
+    """All records, the present ones first."""
+    folder = state / FOLDER
+    return [*sorted(folder.glob("*.json")), *sorted((folder / EARLIER).glob("*.json"), reverse=True)]
+
+
+def named(state: Path, name: str) -> Record:
+    """A record by its file, its name, or the beginning of it. Raises UsageError when there is none, or several."""
+    paths = [path for path in names(state) if path.stem == name] or [p for p in names(state) if p.stem.startswith(name)]
+    if Path(name).is_file():
+        paths = [Path(name)]
+    if len(paths) != 1 or (record := read(paths[0])) is None:
+        known = ", ".join(path.stem for path in names(state)) or "none"
+        raise UsageError(f"no measurements are called {name!r}" if len(paths) != 1 else f"{paths[0]} cannot be read",
+                         why=f"known are {known}", do="run `applianctl tune show`")
+    return record
+
+
+def read(file: Path) -> Record | None:
+    try:
+        return measured.read(file.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def microcode(root: Path) -> str | None:
+    """The first processor's microcode revision, as the kernel names it."""
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/cpuinfo").read_text("utf-8", "replace").splitlines():
+            if line.startswith("microcode"):
+                return line.partition(":")[2].strip() or None
+    return None
+
+
+def _file(state: Path, fingerprint: str) -> Path:
+    return state / FOLDER / f"{fingerprint}.json"
+
+
+def _give(path: Path, state: Path) -> None:
+    with contextlib.suppress(OSError):
+        owner = state.stat()
+        if os.geteuid() == 0 and path.stat().st_uid != owner.st_uid:
+            os.chown(path, owner.st_uid, owner.st_gid)

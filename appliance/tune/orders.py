@@ -1,0 +1,125 @@
+"""PURE: which orders a measuring child gets for a node and a model.
+
+Sizes are kept below what the node can spare; every order says on which CPUs and with how many threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from appliance.budget import MIB
+from appliance.facts import HostFacts, ModelFacts
+from appliance.measured import BANDWIDTH, CANARY, INT4, LIBRARY, OWN, PREFILL_ROWS, WEIGHTS, Trial
+from appliance.quantize.format import parse_config
+from appliance.refusal import ranges
+from appliance.settings import Settings
+from appliance.threads import candidates, choose_threads
+
+CANARY_ROWS = (1, 2, 7, 8, 9, 64)
+CANARY_TIMES = 200
+TABLE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Row counts of the table of kernels; a quick run measures the first, the fourth and a prompt."""
+QUICK_ROWS = (1, 8, PREFILL_ROWS)
+LEAST_MIB, MOST_MIB = 64, 1024
+SPARE_SHARE = 4
+"""A measuring child takes at most this part (a quarter) of the memory that is free."""
+Ordered = tuple[dict[str, Any], Trial]
+"""The order, and what its trials have in common."""
+
+
+def spare_mib(host: HostFacts) -> int:
+    """Memory that a measuring child may fill."""
+    memory = host.memory
+    free = [value for value in (memory.available_bytes, None if memory.ceiling_bytes is None else
+                                memory.ceiling_bytes - (memory.used_bytes or 0)) if value is not None]
+    return min(MOST_MIB, max(LEAST_MIB, min(free, default=0) // SPARE_SHARE // MIB))
+
+
+def bandwidth(host: HostFacts, *, budget_s: float) -> Iterator[Ordered]:
+    """Reading memory with different numbers of threads, one order for each set of CPUs."""
+    for cpus, threads in _by_cpus(host):
+        yield ({"gauge": "bandwidth", "threads": threads, "mib": spare_mib(host), "budget_s": budget_s, "cpus": cpus},
+               Trial(kind=BANDWIDTH, settings=_cpus(cpus), figures={}))
+
+
+def threads(host: HostFacts, model: ModelFacts, kernel: str, prepared: Path | None, *,
+            budget_s: float) -> Iterator[Ordered]:
+    """All linears of the model with different threads, for one row and for a prompt."""
+    for cpus, counts in _by_cpus(host):
+        order = weights(host, model, kernel, prepared, threads=counts, rows=(1, PREFILL_ROWS), budget_s=budget_s)
+        if order is not None:
+            yield {**order, "cpus": cpus}, Trial(kind=WEIGHTS, model=model.digest, settings=_cpus(cpus), figures={})
+
+
+def variants(host: HostFacts, model: ModelFacts, prepared: Path | None, variants: tuple[str, ...], *, full: bool,
+             budget_s: float) -> Iterator[Ordered]:
+    """The native kernel's instruction sets, each in a child of its own: one that dies is an answer about itself."""
+    chosen = choose_threads(host.topology, Settings())
+    for variant in variants:
+        order = weights(host, model, "native", prepared, threads=[chosen.count], budget_s=budget_s, variant=variant,
+                        rows=TABLE_ROWS if full else QUICK_ROWS)
+        if order is not None:
+            cpus = list(chosen.cpus) if chosen.cpus else None
+            yield {**order, "cpus": cpus}, Trial(kind=WEIGHTS, model=model.digest, settings=_cpus(cpus), figures={})
+
+
+def routes(host: HostFacts, model: ModelFacts, kernel: str, prepared: Path | None, *, canary: bool, full: bool,
+           budget_s: float) -> Iterator[Ordered]:
+    """Other ways for many rows: torch's GEMM for the native kernel; torch's int4 kernel where the canary passed."""
+    chosen = choose_threads(host.topology, Settings())
+    rows = tuple(row for row in TABLE_ROWS if row >= 8) if full else (8, PREFILL_ROWS)
+    route = LIBRARY if kernel == "native" else INT4
+    if route == INT4 and not canary:
+        return
+    order = weights(host, model, kernel, prepared, threads=[chosen.count], rows=rows, budget_s=budget_s, route=route)
+    if order is not None:
+        cpus = list(chosen.cpus) if chosen.cpus else None
+        yield {**order, "cpus": cpus}, Trial(kind=WEIGHTS, model=model.digest, settings=_cpus(cpus), figures={})
+
+
+def canary(host: HostFacts, *, times: int = CANARY_TIMES) -> Ordered:
+    """Several rows in torch's int4 kernel, attention and GEMM, again and again in one process."""
+    chosen = choose_threads(host.topology, Settings())
+    settings = {"threads": chosen.count, "times": times}
+    return ({"gauge": "canary", "rows": list(CANARY_ROWS), "cpus": None, **settings},
+            Trial(kind=CANARY, settings=settings, figures={}))
+
+
+def weights(host: HostFacts, model: ModelFacts, kernel: str, prepared: Path | None, *, threads: list[int],
+            rows: tuple[int, ...], budget_s: float, variant: str = "", route: str = OWN) -> dict[str, Any] | None:
+    """An order for the model's linears; None for a model whose shapes are not those of plain layers and which has no
+    prepared weights to be mapped."""
+    mapped = kernel == "native" and prepared is not None
+    if not mapped and (model.experts or model.kept):
+        return None
+    return {"gauge": "weights", "threads": threads, "rows": list(rows), "kernel": kernel, "variants": [variant],
+            "routes": [route], "prepared": str(prepared) if mapped else "", "mib": spare_mib(host),
+            "budget_s": budget_s, "layers": [] if mapped else list(_layers(model))}
+
+
+def _layers(model: ModelFacts) -> Iterator[Mapping[str, Any]]:
+    """The linears of plain decoder layers as the worker fuses them."""
+    attention, cache = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    shapes = ((attention + 2 * cache, model.hidden_size), (model.hidden_size, attention),
+              (2 * model.intermediate_size, model.hidden_size), (model.hidden_size, model.intermediate_size))
+    for n, k in shapes:
+        yield {"n": n, "k": k, "group": model.group_size, "bits": 4, "count": model.layers, "head": False}
+    bits = parse_config(model.quantization).stored_table_bits
+    if bits == 4:
+        yield {"n": model.vocab_size // 16 * 16, "k": model.hidden_size, "group": model.group_size, "bits": bits,
+               "count": 1, "head": True}
+
+
+def _by_cpus(host: HostFacts) -> Iterator[tuple[list[int] | None, list[int]]]:
+    """The candidates' thread counts, set of CPUs by set of CPUs: a thread stays where its pool was made."""
+    groups: dict[tuple[int, ...] | None, list[int]] = {}
+    for count, cpus in candidates(host.topology):
+        groups.setdefault(cpus, []).append(count)
+    for cpus, counts in groups.items():
+        yield (list(cpus) if cpus else None), sorted(counts)
+
+
+def _cpus(cpus: list[int] | None) -> dict[str, Any]:
+    return {"cpus": ranges(tuple(cpus))} if cpus else {}
