@@ -89,7 +89,7 @@ test-system: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## T
 install: install-agent  ## Install agent, unit and default model below DESTDIR, and the worker's environment unless WORKER_ENV=0.
 	[ "$(WORKER_ENV)" = 0 ] || APPLIANCE_EDITABLE=0 packaging/install-worker $(PYTHON) $(DESTDIR)$(PREFIX)/lib/appliance/worker
 
-# The agent is a small environment over the system's Python, whose click, psutil, yaml, ruamel.yaml and aiohttp it uses.
+# The agent is a small environment over the system's Python, whose click, psutil, yaml and aiohttp it uses.
 install-agent: $(AGENT)/.model
 	install -d $(SITE) $(AGENT_HOME)/bin $(DESTDIR)$(PREFIX)/share/appliance/models/smollm2
 	ln -sf $(SYSTEM_PYTHON) $(AGENT_HOME)/bin/python

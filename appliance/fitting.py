@@ -35,6 +35,8 @@ class Fitting:
     block: int
     gemm_bytes: int
     mapped: bool
+    batch: int = BATCHES[0]
+    """The first of the batch sizes to try: larger than BATCHES it is taken only while nothing else must give way."""
 
     @property
     def context(self) -> int:
@@ -79,8 +81,10 @@ class Fitting:
         least = self.context if self.wanted_context is not None else min(MIN_CONTEXT, self.context)
         # A cache for several full contexts only while the context is not being cut, smaller batches only for the
         # shortest one: less memory never plans a longer context.
-        steps = [(BATCHES[0], self.context, self.context, min(MOST_SEQUENCES, self.running)),
-                 (BATCHES[0], self.context, least, 1), *((batch, least, least, 1) for batch in BATCHES[1:])]
+        most, first = min(MOST_SEQUENCES, self.running), min(self.batch, BATCHES[0])
+        steps = [*([(self.batch, self.context, self.context, most)] if self.batch > first else []),
+                 (first, self.context, self.context, most), (first, self.context, least, 1),
+                 *((batch, least, least, 1) for batch in BATCHES if batch < first)]
         for batch, context, shortest, sequences in steps:
             for compiled in ([True, False] if self.can_compile else [False]):
                 for count in range(sequences, 0, -1):

@@ -181,10 +181,6 @@ def _parse(text: str) -> tuple[Key, ...]:
 
 
 def _make_private(draft: Path) -> None:
-    """An empty file that only its owner can read, before the text goes in. Made by root it belongs to the owner of the
-    folder: the service must be able to read it."""
+    """An empty file that only its owner can read, before the text goes in."""
     draft.unlink(missing_ok=True)
     os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-    if os.geteuid() == 0:
-        owner = draft.parent.stat()
-        os.chown(draft, owner.st_uid, owner.st_gid)

@@ -20,8 +20,9 @@ from appliance.refusal import ranges
 SCHEMA = 1
 SAME = 0.03
 """Two figures that differ by less are the same: machines repeat themselves no better."""
-BANDWIDTH, WEIGHTS, CANARY, SERVED = "bandwidth", "weights", "canary", "served"
-"""Kinds of trials: reading memory; all linears of one step; the crash canary; a whole worker answering."""
+BANDWIDTH, WEIGHTS, CANARY, SERVED, FIRST = "bandwidth", "weights", "canary", "served", "first"
+"""Kinds of trials: reading memory; all linears of one step; the crash canary; a whole worker answering; the mark that a
+first start has tried to measure."""
 OWN, LIBRARY, INT4 = "own", "library", "int4"
 """Routes of many rows: as the kernel serves them, by torch's GEMM, in torch's int4 kernel."""
 PREFILL_ROWS = 256
@@ -188,22 +189,6 @@ def cite(trials: Iterable[Trial], name: str, unit: str, setting: str = "threads"
 def bandwidth(record: Record) -> Trial | None:
     """The trial with the highest read bandwidth, with the fewest threads that reach it: the knee."""
     return best(by_threads(record.of(BANDWIDTH)), GB_S)
-
-
-def thread_trials(record: Record | None, model: str, kernel: str) -> tuple[Trial, ...]:
-    """Fresh trials of the model with different threads, on the kernel as it is served."""
-    if record is None or record.stale:
-        return ()
-    return tuple(trial for trial in record.of(WEIGHTS, model) if trial.settings.get("kernel") == kernel
-                 and not trial.settings.get("variant") and trial.settings.get("route") == OWN)
-
-
-def variant_trials(record: Record | None, model: str) -> tuple[Trial, ...]:
-    """Fresh trials of the native kernel's instruction sets, each forced."""
-    if record is None or record.stale:
-        return ()
-    return tuple(trial for trial in record.of(WEIGHTS, model) if trial.settings.get("variant")
-                 and trial.settings.get("route") == OWN)
 
 
 def rows_figure(rows: int) -> str:

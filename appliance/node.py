@@ -24,6 +24,7 @@ from appliance.probe.model import read_model
 from appliance.refusal import early_refusal
 from appliance.settings import Parsed
 from appliance.store import Store
+from appliance.tune import archive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,9 @@ def read_node(parsed: Parsed, directories: Directories, worker_python: str, *, e
     model = read_model(stored.path, name=name, digest=stored.digest)
     where = places(directories, model_path=stored.path, fingerprint=host.fingerprint,
                    prepared=store.prepared(stored.digest))
+    measured = archive.load(directories.state, host)
     host = _without_own_worker(host, directories)
-    plan = make_plan(host, model, parsed.settings, where, kernels=tuple(contract["kernels"]),
+    plan = make_plan(host, model, parsed.settings, where, kernels=tuple(contract["kernels"]), measured=measured,
                      trial=read_trial(Path(where.cache) / TRIAL_FILE))
     return Node(host=host, model=model, plan=plan, places=where, versions=versions)
 

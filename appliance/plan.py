@@ -15,15 +15,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from appliance import budget, launch
-from appliance.budget import MIN_CONTEXT, MemoryItem, Shape, show
+from appliance import budget, ladder, launch, tuning
+from appliance.budget import MemoryItem, Shape, show
 from appliance.facts import HostFacts, KernelTrial, ModelFacts
-from appliance.fitting import Fitting, contexts
+from appliance.fitting import BATCHES, Fitting, contexts
 from appliance.launch import Dials, Places
+from appliance.measured import Record
 from appliance.quantize.format import NATIVE_VARIANTS, PLAIN_DECODERS, parse_config
 from appliance.refusal import Refusal, early_refusal, ranges
 from appliance.settings import Settings
 from appliance.threads import choose_threads
+from appliance.tuning import Preference
 
 SCHEMA = 1
 BLOCK = 32
@@ -33,9 +35,6 @@ DECODER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj
 """One of them kept in bf16, and the layers run one operator at a time."""
 UNKNOWN_CEILING = Refusal(exit_code=76, what="the memory ceiling is unknown", do="set memory.ceiling in the settings",
                           why="neither /proc/meminfo nor a cgroup limit can be read")
-LOWER_CAPABILITY = {"avx512": "avx2", "avx2": "default"}
-LOWER_VARIANT = {"avx2": "avx2", "default": "scalar"}
-"""The native kernel's instruction set on a lowered rung; else its self-test chooses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,22 +89,25 @@ def make_plan(
     *,
     kernels: tuple[str, ...] = ("native", "aten"),
     trial: KernelTrial | None = None,
+    measured: Record | None = None,
 ) -> Plan:
     """Plan one worker for `model` on `host`. Never raises for a misfit: `Plan.refused` then says what would fit.
 
-    `kernels`: what the worker's contract offers. `trial`: what its self-test found at its last start.
+    `kernels`: what the worker's contract offers. `trial`: what its self-test found at its last start. `measured`: what
+    was measured on this node; what has become stale decides nothing.
     """
     if refusal := early_refusal(host, settings, kernels=kernels):
         return _refused(host, model, refusal, ())
     tier = host.cpu.tier or "scalar"
     choices: list[Choice] = [_tier_choice(host)]
-    threads = choose_threads(host.topology, settings)
+    kernel = tuning.served_kernel(settings.kernel, kernels, trial)
+    threads = choose_threads(host.topology, settings, tuning.thread_trials(measured, model.digest, kernel))
     choices.append(Choice(name="threads", value=threads.count, reason=threads.reason, evidence=threads.evidence))
     if threads.cpus is not None:
         choices.append(Choice(name="cpus", value=ranges(threads.cpus), evidence=threads.evidence,
                               reason="the worker is confined to the chosen cores"))
-    kernel = _kernel(settings, kernels, trial)
-    choices += _kernel_choices(kernel, tier, model, settings, trial)
+    choices += _kernel_choices(kernel, tier, model, settings, trial, measured)
+    choices += _measurements(measured)
     running = settings.max_running or _default_running(threads.count)
     choices.append(_running_choice(running, threads.count, settings))
     kept = {layer.name.removesuffix(".weight").rpartition(".")[2] for layer in model.kept}
@@ -115,18 +117,23 @@ def make_plan(
     ceiling, ceiling_source = _ceiling(host, settings, threads.cpus)
     usable = _usable(host, ceiling, settings)
     gemm_bytes = 2 if tier in ("avx512_bf16", "amx") else 4
+    batch = tuning.served(measured, model.digest, "batch_tokens", BATCHES[0])
+    blocks = tuning.served(measured, model.digest, "block", BLOCK)
+    block = int(blocks.value) if blocks else BLOCK
     mapped = kernel == "native" and bool(places.prepared)
     if ceiling is None or usable is None:
         return _refused(host, model, UNKNOWN_CEILING, tuple(choices))
     fitting = Fitting(model=model, wanted_context=settings.context, running=running, can_compile=can_compile,
-                      block=BLOCK, gemm_bytes=gemm_bytes, mapped=mapped)
+                      block=block, gemm_bytes=gemm_bytes, mapped=mapped,
+                      batch=int(batch.value) if batch else BATCHES[0])
     shape = fitting.fit(usable)
     if shape is None:
         return _refused(host, model, _refusal(fitting, usable, settings), tuple(choices))
     lines = fitting.lines(shape)
     if can_compile and not shape.compile:
         compile_reason, compile_evidence = "the compiler's peak does not fit under the ceiling", "memory arithmetic"
-    choices += _shape_choices(model, settings, shape, ceiling, ceiling_source, compile_reason, compile_evidence)
+    choices += _shape_choices(fitting, settings, shape, ceiling, ceiling_source, batch, blocks)
+    choices.append(Choice(name="compile", value=shape.compile, reason=compile_reason, evidence=compile_evidence))
     choices += _with_more(fitting, shape, ceiling, usable, settings)
     wide = shape.compile and model.architecture in PLAIN_DECODERS
     choices.append(Choice(name="residual stream", value="fp32" if wide or fused else "bf16",
@@ -134,16 +141,17 @@ def make_plan(
                           reason="takes a quarter of the error against an fp32 reference" if wide or fused else
                           "only the fused layers or the compiled graph of a plain RMSNorm model can keep it wider"))
     quantization = {**parse_config(model.quantization).to_dict(), "prefill_dequant": True,
-                    "dequant_threshold": SAFE_DEQUANT_THRESHOLD, "kernel": kernel,
+                    "dequant_threshold": _threshold(kernel, model, measured).value, "kernel": kernel,
                     "wide_residual": wide}
     dials = Dials(
         model_name=model.name, quantization=quantization, kernel=kernel, threads=threads.count, cpus=threads.cpus,
         context=shape.context, running=shape.running, batch_tokens=shape.batch_tokens,
-        kv_bytes=budget.kv_bytes(model, shape, BLOCK), block=BLOCK, compile=shape.compile,
+        kv_bytes=budget.kv_bytes(model, shape, block), block=block, compile=shape.compile,
         capability=launch.ATEN_CAPABILITY[tier], compiler=host.software.compiler, drain_s=settings.drain_s,
-        variant=settings.kernel if settings.kernel in NATIVE_VARIANTS else "",
+        variant=_variant(kernel, model, settings, trial, measured),
     )
-    rungs = tuple(_rung(name, changed, dials, places, settings) for name, changed in _ladder(dials, model, shape))
+    rungs = tuple(_rung(name, changes, dials, places, settings)
+                  for name, changes in ladder.changes(dials, model, shape))
     phase, peak = budget.peak(lines)
     return Plan(schema=SCHEMA, fingerprint=host.fingerprint, model=model.name, tier=host.cpu.tier, rungs=rungs,
                 memory=lines, peak_phase=phase, peak_bytes=peak, ceiling_bytes=ceiling, usable_bytes=usable,
@@ -173,27 +181,21 @@ def _running_choice(running: int, threads: int, settings: Settings) -> Choice:
                   reason="one read of the weights serves all of them; more would each be too slow on these threads")
 
 
-def _kernel(settings: Settings, kernels: tuple[str, ...], trial: KernelTrial | None) -> str:
-    """The operator's kernel, else native where the worker has it and a variant passed; `early_refusal` has refused what
-    is missing."""
-    if settings.kernel in NATIVE_VARIANTS:
-        return "native"
-    if settings.kernel != "auto":
-        return settings.kernel
-    failed = trial is not None and trial.variant is None
-    return "native" if "native" in kernels and not failed else "aten"
-
-
 def _kernel_choices(
-    kernel: str, tier: str, model: ModelFacts, settings: Settings, trial: KernelTrial | None
+    kernel: str, tier: str, model: ModelFacts, settings: Settings, trial: KernelTrial | None, measured: Record | None
 ) -> Iterator[Choice]:
     why = "set by the operator" if settings.kernel != "auto" else ""
     left_out = "; ".join(trial.left_out) if trial else ""
     forced = settings.kernel if settings.kernel in NATIVE_VARIANTS else ""
     if kernel == "native":
-        yield Choice(name="kernel variant", value=forced or (trial and trial.variant) or "the CPU's best",
-                     reason=f"left out: {left_out}" if left_out else "each start tries it against the reference first",
-                     evidence="self-test at the last start" if trial else "not started yet")
+        found = None if forced else tuning.variant(measured, model.digest, left_out=trial.left_out if trial else ())
+        if found is not None:
+            yield Choice(name="kernel variant", value=found.value, reason=found.reason, evidence=found.evidence)
+        else:
+            yield Choice(name="kernel variant", value=forced or (trial and trial.variant) or "the CPU's best",
+                         reason=f"left out: {left_out}" if left_out else
+                         "each start tries it against the reference first",
+                         evidence="self-test at the last start" if trial else "not started yet")
         amx = "; from 64 rows on the library GEMM in bf16, which AMX makes faster" if tier == "amx" else ""
         yield Choice(name="kernel, one row", value="native", evidence="worker contract",
                      reason=why or "int16 activations, exact sums, weights read once and mapped from the store")
@@ -208,8 +210,9 @@ def _kernel_choices(
                      reason="more than one row in torch's int4 kernel is unsafe before attention (SIGILL on AMX hosts)"
                      + ("" if many == "bf16" else "; bf16 GEMM is several times slower than fp32 on this tier"),
                      evidence="no canary has passed for this host")
-        yield Choice(name="dequant_threshold", value=SAFE_DEQUANT_THRESHOLD, evidence="safety rule",
-                     reason="only one-row steps take the int4 kernel, the head included")
+        threshold = _threshold(kernel, model, measured)
+        yield Choice(name="dequant_threshold", value=threshold.value, reason=threshold.reason,
+                     evidence=threshold.evidence)
     table_bits = parse_config(model.quantization).stored_table_bits
     yield Choice(name="table bits", value=table_bits, evidence="checkpoint",
                  reason=f"embedding table and head in {table_bits} bits" if table_bits < 16 else
@@ -220,6 +223,30 @@ def _kernel_choices(
                  (f"; {len(model.kept)} weights kept in bf16" if model.kept else ""))
     declared = "" if model.dtype in ("bfloat16", "") else f" (the model declares {model.dtype})"
     yield Choice(name="dtype", value="bfloat16", reason=f"cpu_int4 computes in bfloat16{declared}", evidence="format")
+
+
+def _variant(kernel: str, model: ModelFacts, settings: Settings, trial: KernelTrial | None,
+             measured: Record | None) -> str:
+    """The native kernel's instruction set to force: the operator's, or the one measured to be faster than its own."""
+    if kernel != "native" or settings.kernel in NATIVE_VARIANTS:
+        return settings.kernel if settings.kernel in NATIVE_VARIANTS else ""
+    return tuning.preferred_variant(measured, model.digest, left_out=trial.left_out if trial else ())
+
+
+def _threshold(kernel: str, model: ModelFacts, measured: Record | None) -> Preference:
+    """From how many rows on torch's int4 kernel is left: 2, unless it was measured to be safe and faster here."""
+    found = tuning.threshold(measured, model.digest) if kernel == "aten" else None
+    return found or Preference(value=SAFE_DEQUANT_THRESHOLD, evidence="safety rule",
+                               reason="only one-row steps take the int4 kernel, the head included")
+
+
+def _measurements(measured: Record | None) -> Iterator[Choice]:
+    """What is known by measuring, and whether it still counts."""
+    if measured is not None and measured.stale:
+        yield Choice(name="measurements", value="stale", reason="; ".join(measured.stale),
+                     evidence="rules of thumb until `applianctl tune` has run")
+    elif (found := tuning.read_bandwidth(measured)) is not None:
+        yield Choice(name="read bandwidth", value=found.value, reason=found.reason, evidence=found.evidence)
 
 
 def _default_running(threads: int) -> int:
@@ -280,17 +307,17 @@ def _with_more(fitting: Fitting, shape: Shape, ceiling: int, usable: int, settin
     reserve = settings.memory.reserve
     growth = budget.GIB - (budget.reserve_bytes(ceiling + budget.GIB, reserve) - budget.reserve_bytes(ceiling, reserve))
     if bought := fitting.with_more(shape, usable + growth):
-        yield Choice(name="with 1 GiB more", value=bought, reason="what a ceiling that much higher would buy",
-                     evidence="memory arithmetic")
+        yield Choice(name="with 1 GiB more", value=bought, evidence="memory arithmetic",
+                     reason="what a ceiling that much higher would buy, where the memory is free")
 
 
-def _shape_choices(model: ModelFacts, settings: Settings, shape: Shape, ceiling: int | None, ceiling_source: str,
-                   compile_reason: str, compile_evidence: str) -> Iterator[Choice]:
-    full = min(settings.context or model.max_context, model.max_context)
+def _shape_choices(fitting: Fitting, settings: Settings, shape: Shape, ceiling: int | None, ceiling_source: str,
+                   batch: Preference | None, block: Preference | None) -> Iterator[Choice]:
+    model = fitting.model
     yield Choice(name="memory ceiling", value=ceiling, evidence=ceiling_source,
                  reason="the lowest limit on the way to the root")
-    if shape.context < full:
-        reason = f"cut from {full} tokens to fit under the ceiling"
+    if shape.context < fitting.context:
+        reason = f"cut from {fitting.context} tokens to fit under the ceiling"
     elif settings.context and settings.context > model.max_context:
         reason = f"the model's maximum; {settings.context} was asked for"
     else:
@@ -298,45 +325,24 @@ def _shape_choices(model: ModelFacts, settings: Settings, shape: Shape, ceiling:
     yield Choice(name="context", value=shape.context, reason=reason, evidence="memory arithmetic")
     window = (f", {model.sliding_layers} of {model.layers} layers hold a window of {model.sliding_window}"
               if model.sliding_layers else "")
-    yield Choice(name="key/value cache", value=budget.kv_bytes(model, shape, BLOCK), evidence="memory arithmetic",
+    yield Choice(name="key/value cache", value=budget.kv_bytes(model, shape, fitting.block),
+                 evidence="memory arithmetic",
                  reason=f"room for {contexts(shape.sequences)} at {budget.kv_bytes_per_token(model)} bytes "
                         f"a token{window}")
-    yield Choice(name="batch tokens", value=shape.batch_tokens, evidence="memory arithmetic",
-                 reason="prompt chunk of one step: bounds the step time and the warm-up")
-    yield Choice(name="block size", value=BLOCK, evidence="vLLM shares whole blocks only",
-                 reason="short prompts can share a cached prefix")
-    yield Choice(name="compile", value=shape.compile, reason=compile_reason, evidence=compile_evidence)
-
-
-# ---- the ladder ----------------------------------------------------------------------------------------------------
-
-
-def _ladder(dials: Dials, model: ModelFacts, shape: Shape) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rung id and the dials it changes against `full`. The memory rungs build on each other."""
-    yield "full", {}
-    if dials.kernel == "native":
-        yield "aten", {"kernel": "aten"}
-    if dials.compile:
-        yield "no-compile", {"compile": False}
-    single = replace(shape, sequences=1)
-    one = budget.kv_bytes(model, single, BLOCK)
-    changes: dict[str, Any] = {}
-    if one < dials.kv_bytes:
-        changes = {"kv_bytes": one}
-        yield "small-kv", changes
-    half = max(shape.context // 2, min(MIN_CONTEXT, shape.context))
-    if half < shape.context:
-        changes = {**changes, "context": half, "kv_bytes": budget.kv_bytes(model, replace(single, context=half), BLOCK)}
-        yield "short-context", changes
-    running = max(1, dials.running // 4)
-    yield "small-batch", {**changes, "batch_tokens": max(128, running + launch.PROBE_SEATS), "running": running}
-    lower = LOWER_CAPABILITY.get(dials.capability)
-    if lower:
-        yield "lower-isa", {"capability": lower, "compile": False, "variant": LOWER_VARIANT[lower]}
+    measured = batch is not None and shape.batch_tokens == batch.value
+    yield Choice(name="batch tokens", value=shape.batch_tokens,
+                 evidence=batch.evidence if batch and measured else "memory arithmetic",
+                 reason=batch.reason if batch and measured else
+                 "prompt chunk of one step: bounds the step time and the warm-up")
+    yield Choice(name="block size", value=fitting.block, reason="short prompts can share a cached prefix" if
+                 block is None else block.reason,
+                 evidence="vLLM shares whole blocks only" if block is None else block.evidence)
 
 
 def _rung(name: str, changes: Mapping[str, Any], dials: Dials, places: Places, settings: Settings) -> Rung:
     changed = launch.narrowed(dials, **changes)
+    if name != "full":  # whatever was measured: somebody who steps down has just been hurt
+        changed = replace(changed, quantization={**changed.quantization, "dequant_threshold": SAFE_DEQUANT_THRESHOLD})
     return Rung(id=name, changes=dict(changes), argv=launch.argv(changed, places, settings),
                 env=launch.env(changed, places, settings), quantization=dict(changed.quantization),
                 threads=changed.threads, cpus=changed.cpus, context=changed.context, kv_bytes=changed.kv_bytes,

@@ -3,8 +3,9 @@
     python -m appliance.provision < ORDER     one JSON object (see `Order`); JSON lines of events on standard output
 
 A child, because it takes minutes and may be stopped at any moment: SIGTERM ends it and all it started, and no draft is
-left. Does: add the embedded default model when the wanted one is not stored yet, make its prepared layout. Does not:
-plan, or choose a model. Raises nothing: the exit code and an `error` event tell.
+left. Does: add the embedded default model when the wanted one is not stored yet, make its prepared layout, measure
+memory and threads where this host was not measured yet. Does not: plan, or choose a model. Raises nothing: the exit
+code and an `error` event tell.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from appliance.node import refuse_early
 from appliance.report import reporting
 from appliance.settings import DEFAULT_MODEL, Parsed
 from appliance.store import Store
+from appliance.tune import first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,10 @@ def provision(order: Order, *, env: Mapping[str, str], on_event: Callable[[Event
                       on_event=on_event, env=env, worker_env=wanted.worker.env)
     except ApplianceError as error:
         note += f"the weights cannot be laid out ({error.line}); the worker packs them in memory"
-    return {"digest": digest, "cached": cached, "seconds": time.monotonic() - began, "note": note}
+    if order.digest is None and not order.repair:  # a start after a fault is not held up
+        note += first.measure(parsed, places, order.worker_python, env=env, model_name=order.model, digest=digest,
+                              on_event=on_event)
+    return {"digest": digest, "cached": cached, "seconds": time.monotonic() - began, "note": note.rstrip("; ")}
 
 
 def check_weights(store: Store, digest: str, name: str) -> str:

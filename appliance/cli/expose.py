@@ -7,6 +7,7 @@ import click
 from appliance.cli.application import Application
 from appliance.cli.key import ring_of
 from appliance.errors import UsageError
+from appliance.keys import KeyRing
 
 LOOPBACK = "127.0.0.1"
 
@@ -33,19 +34,17 @@ def expose(app: Application, host: str | None, port: int | None, off: bool) -> N
         changes["listen.host"] = host
     if port is not None and port != settings.listen.port:
         changes["listen.port"] = port
-    # The text is made before the key: a wrong host or file leaves nothing behind.
+    # Everything that can be wrong is found before anything is written.
     text = configfile.edited(configfile.read(app.config_path), changes, origin=str(app.config_path))
     open_to_others = not is_loopback(host)
     ring = ring_of(app)
-    if open_to_others and not ring.required:
-        key_id, secret = ring.new("expose")
-        click.echo(secret)
-        click.echo(f"This is API key {key_id}, made because there was none. It is not stored and cannot be shown again;"
-                   " send it as `Authorization: Bearer KEY`.", err=True)
+    if changes:
+        configfile.write(app.config_path, text)
+    if open_to_others:
+        _make_sure_of_a_key(app, ring)
     if not changes:
         click.echo(f"nothing to change: {_address(host, settings.listen.port)} is what the settings say already")
         return
-    configfile.write(app.config_path, text)
     click.echo(f"{app.config_path}: {', '.join(f'{name} = {value}' for name, value in changes.items())}")
     if open_to_others and settings.tls.cert is None:
         click.echo("warning: without TLS the key and every answer can be read on the network; set tls.cert and tls.key",
@@ -55,6 +54,18 @@ def expose(app: Application, host: str | None, port: int | None, off: bool) -> N
         if source.startswith("APPLIANCE_"):
             click.echo(f"warning: the variable {source} wins over the file", err=True)
     click.echo(f"now run `applianctl restart`; it then listens on {_address(host, port or settings.listen.port)}")
+
+
+def _make_sure_of_a_key(app: Application, ring: KeyRing) -> None:
+    """There is one, or a new one is shown. After the configuration file: only root may write that, and keys are the
+    service's. In between, the agent would refuse to start without a key."""
+    app.become_owner()
+    if ring.required:
+        return
+    key_id, secret = ring.new("expose")
+    click.echo(secret)
+    click.echo(f"This is API key {key_id}, made because there was none. It is not stored and cannot be shown again;"
+               " send it as `Authorization: Bearer KEY`.", err=True)
 
 
 def _address(host: str, port: int) -> str:

@@ -24,6 +24,7 @@ def new(app: Application, name: str) -> None:
     if not name.isprintable() or len(name) > 100:
         raise click.BadParameter("a name is at most 100 printable characters", param_hint="--name")
     ring = ring_of(app)
+    app.become_owner()
     first = not ring.required
     key_id, secret = ring.new(name)
     click.echo(secret)
@@ -57,6 +58,7 @@ def list_command(app: Application, as_json: bool) -> None:
 def revoke(app: Application, key_id: str) -> None:
     """Remove the key with this id; requests with it are refused from now on."""
     ring = ring_of(app)
+    app.become_owner()
     gone = ring.revoke(key_id)
     click.echo(f"revoked {gone.id}" + (f" ({gone.name})" if gone.name else ""))
     if not ring.required:

@@ -18,6 +18,8 @@ from appliance.errors import NotReachable, TransientError, UsageError
 
 APPEAR_S = 10.0
 """How long `--wait` waits for an agent that has not written its first status yet."""
+SETTLE_S = 2.0
+"""From then on a unit that is not running is believed: a start that was asked for has begun by now."""
 
 
 @click.command()
@@ -72,14 +74,19 @@ def wait_until_ready(app: Application, *, timeout_s: float, say: bool) -> dict[s
 
     deadline = time.monotonic() + timeout_s
     appear = min(deadline, time.monotonic() + APPEAR_S)
+    settled = time.monotonic() + SETTLE_S
     seen = ""
     while True:
         current = status_file.current(app.service.runtime)
         now = time.monotonic()
-        if current is None and now > appear:
-            return look(app)
-        if current is not None:
+        if current is None:
+            if now > appear or (now > settled and _given_up(app)):
+                return look(app)
+            if now > settled:
+                settled = now + 1  # systemd is asked once a second
+        else:
             appear = min(deadline, now + APPEAR_S)  # systemd may be about to start the next agent
+            settled = now + SETTLE_S
             if status_file.is_ready(current) or current["state"] in status_file.ENDED:
                 return current
             if current["sentence"] != seen and say:
@@ -88,6 +95,14 @@ def wait_until_ready(app: Application, *, timeout_s: float, say: bool) -> dict[s
             if now > deadline:
                 raise TransientError(f"not ready after {timeout_s:g} s", why=current["sentence"], do="look again later")
         time.sleep(0.2)
+
+
+def _given_up(app: Application) -> bool:
+    """Whether systemd has the unit and neither runs it nor will start it again."""
+    from appliance import unit
+
+    managed = unit.managing(None, runtime=app.service.runtime, env=app.env)
+    return managed is not None and not managed.running
 
 
 def watch_status(app: Application, *, as_json: bool) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from appliance import disk
 from appliance.errors import UsageError
 from appliance.facts import HostFacts, to_json
-from appliance.probe.cgroup import parse_cgroup
+from appliance.probe.cgroup import parse_cgroup, parse_mountinfo
 from appliance.probe.evidence import Evidence
 from appliance.probe.host import read_live
 from appliance.probe.software import parse_dpkg_status
@@ -99,8 +99,9 @@ def capture(folder: Path, *, store: Path | None, versions: Mapping[str, str], en
         raise UsageError(f"{folder} is not empty", do="give a folder that does not exist yet")
     tree = RecordingTree(root=Path("/"))
     facts, evidence = read_live(tree, store=store, versions=versions, env=env)
-    names = names_of(tree.seen.get("/proc/self/cgroup", b"").decode("utf-8", "replace"),
-                     machine=socket.gethostname(), account=env.get("USER") or env.get("LOGNAME") or "")
+    cgroup, mounts = (tree.seen.get(f"/proc/self/{name}", b"").decode("utf-8", "replace")
+                      for name in ("cgroup", "mountinfo"))
+    names = names_of(cgroup, mounts, machine=socket.gethostname(), account=env.get("USER") or env.get("LOGNAME") or "")
     files = {names.path(path).lstrip("/"): kept(path, data, names) for path, data in tree.seen.items()}
     files["captured.json"] = _text(names.tree(answers(evidence, facts)))
     files["expect.json"] = _text(names.tree(expected(facts)))
@@ -111,10 +112,10 @@ def capture(folder: Path, *, store: Path | None, versions: Mapping[str, str], en
     return sorted(files)
 
 
-def names_of(cgroup: str, *, machine: str, account: str) -> Names:
-    """What is replaced on a machine with this /proc/self/cgroup."""
+def names_of(cgroup: str, mountinfo: str, *, machine: str, account: str) -> Names:
+    """What is replaced on a machine with these files of /proc/self."""
     groups: dict[str, str] = {}
-    for path in parse_cgroup(cgroup).values():
+    for path in (*parse_cgroup(cgroup).values(), *(mount.root for mount in parse_mountinfo(mountinfo))):
         for part in path.split("/"):
             if part and part not in groups and not COMMON_GROUPS.fullmatch(part):
                 kind = GROUP_KIND.search(part)

@@ -10,9 +10,11 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 LONGEST_BYTES = 16 << 20
 """No file of /proc or /sys that is read here is longer; a captured folder may hold anything."""
+PIECE_BYTES = 1 << 20
 MOST_CPUS = 65536
 
 
@@ -43,7 +45,7 @@ class Tree:
             return None
         with os.fdopen(descriptor, "rb") as file:
             try:
-                return file.read(size) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+                return _read(file, size) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
             except OSError:
                 return None
 
@@ -59,6 +61,14 @@ class Tree:
             return self.path(path).is_file()
         except OSError:
             return False
+
+
+def _read(file: BinaryIO, size: int) -> bytes:
+    """Up to `size` bytes, piece by piece: /proc/sys refuses to be asked for megabytes at once."""
+    found = b""
+    while len(found) < size and (piece := file.read(min(PIECE_BYTES, size - len(found)))):
+        found += piece
+    return found
 
 
 def parse_cpu_list(text: str | None) -> tuple[int, ...] | None:

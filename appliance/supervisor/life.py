@@ -249,7 +249,8 @@ class Life:
         if self._sampled is not None:
             before, then = self._sampled
             if then.marks != found.marks:
-                self.moved = now
+                # Somewhere between two looks: what moved before a probe began must not speak for the time after it.
+                self.moved = max(self.moved, before if now - before > 2 * SUSPICIOUS_SAMPLE_S else now)
             if now > before:
                 self.tokens_per_s = max(0.0, found.generated - then.generated) / (now - before)
         self._sampled = (now, found)

@@ -59,6 +59,7 @@ class WorkerTree:
         self._offset = 0
         self._members: list[psutil.Process] = []
         self._scanned = 0.0
+        self._began = time.monotonic()
 
     @property
     def pid(self) -> int:
@@ -95,8 +96,9 @@ class WorkerTree:
             self._offset = 0
 
     def members(self, now: float | None = None) -> list[psutil.Process]:
-        """The living processes of the tree; with `now` (monotonic) as found within the last SCAN_S."""
-        if now is None or now - self._scanned >= SCAN_S or not self._members:
+        """The living processes of the tree; with `now` (monotonic) as found within the last SCAN_S, or sooner in a
+        young tree: an engine that is not known yet would look as if it did not run."""
+        if now is None or now - self._scanned >= min(SCAN_S, 1 + (now - self._began) / 4) or not self._members:
             self._members, self._scanned = members(self.pid), time.monotonic()
         return self._members
 

@@ -4,8 +4,9 @@ Alone: a door and its Board in a process of their own, before an upstream that h
 of the door for each event of a stream and for each request, the time to the first event that it adds, the time of a
 refusal among 200 requests at once, resident memory idle and then.
 
-With `--home`: the same requests to the worker's unix socket and through the public port, in pairs one after the other
-with the order changing, at 1 and 8 streams. The client is the same for both: it counts events and looks at the clock.
+With `--home`: the agent's part of the CPU time at 1 and 8 streams; then the same requests to the worker's unix socket and
+through the public port, in pairs one after the other with the order changing. The client is the same for both: it counts
+events and looks at the clock.
 """
 
 from __future__ import annotations
@@ -225,7 +226,28 @@ def on_agent(home: Path, pairs: int) -> dict[str, Any]:
                        "ratio": statistics.median(ratios), "ratio_low": min(ratios), "ratio_high": max(ratios),
                        "difference": statistics.median([b - a for a, b in zip(values["direct"], values["door"], strict=True)])}
 
+    def used() -> tuple[float, float]:
+        """CPU seconds of the agent, and of the worker's processes."""
+        worker = [psutil.Process(pid) for pid in status["pids"] if pid != status["agent"]["pid"]]
+        return (sum(psutil.Process(status["agent"]["pid"]).cpu_times()[:2]),
+                sum(sum(one.cpu_times()[:2]) for one in worker))
+
+    async def share(count: int) -> None:
+        """The agent's part of all CPU time that answering takes: holds on a busy machine too."""
+        before = used()
+        repeats = pairs or 3
+        for _ in range(repeats):
+            await one(door, count, 128)
+        agent, worker = (b - a for a, b in zip(before, used(), strict=True))
+        found[f"cpu_share_{count}_streams"] = {
+            "agent_us_per_token": agent / (repeats * count * 128) * 1e6,
+            "worker_us_per_token": worker / (repeats * count * 128) * 1e6, "agent_percent": 100 * agent / (agent + worker)}
+
     async def all_of_them() -> None:
+        await share(1)
+        await share(8)
+        if not pairs:
+            return
         await compare("tokens_per_s_1_stream", lambda place: one(place, 1, 128), pairs)
         await compare("tokens_per_s_8_streams", lambda place: one(place, 8, 128), pairs)
         await compare("first_token_ms", first, 5 * pairs)
@@ -237,7 +259,7 @@ def on_agent(home: Path, pairs: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--home", type=Path, help="APPLIANCE_HOME of a running agent")
-    parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--pairs", type=int, default=12, help="0: the CPU time only")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = on_agent(options.home, options.pairs) if options.home else alone()

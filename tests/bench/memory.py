@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance import budget, settings
-from appliance.budget import GIB, MIB, PHASES, Shape
+from appliance.budget import GIB, PHASES, Shape
 from appliance.client import UnixConnection
 from appliance.directories import Directories, from_process
 from appliance.node import Node, read_node
@@ -50,7 +50,7 @@ LIMIT = 0.10
 SAMPLE_S = 0.2
 START_S = 300.0
 STEADY_S = 3.0
-LONG_PROMPT, SHORT_PROMPT, ANSWER = 1500, 300, 24
+LONG_PROMPT, SHORT_PROMPT, ANSWER = 1024, 128, 16
 PAGE = 4096
 FRAME, PRESENT_FILE = (1 << 55) - 1, 1 << 63 | 1 << 61
 """Of an entry of /proc/PID/pagemap: the frame's number (root only); present, and a page of a file."""
@@ -63,6 +63,10 @@ PHASE_LINES = (
 )
 """A line of the worker's log -> the phase that begins with it. The last one, `serve`, begins with the first answer."""
 ENGINE_CONTEXTS = re.compile(r"Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x")
+
+
+class Failed(Exception):
+    """A worker did not start, ended, or refused what it was asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +167,8 @@ def node(name: str, home: Path, ceiling: int, extra: Mapping[str, Any]) -> tuple
 @contextlib.contextmanager
 def running(found: Node, places: Directories, group: Group) -> Iterator[worker.WorkerTree]:
     """The planned worker, until the block ends. What it would compile is not compiled yet."""
-    shutil.rmtree(found.places.cache, ignore_errors=True)
+    if "--enforce-eager" not in found.plan.full.argv:
+        shutil.rmtree(found.places.cache, ignore_errors=True)
     folders.prepare(found.places, places.cache, fingerprint=found.host.fingerprint)
     places.state.mkdir(parents=True, exist_ok=True)
     rung = found.plan.full
@@ -194,10 +199,10 @@ class Watch:
         self.counted = 0.0
 
     def look(self) -> None:
-        """One sample. Raises SystemExit when the worker has ended."""
+        """One sample. Raises Failed when the worker has ended."""
         if self.tree.status() is not None:
             root = next((line for line in self.lines if re.search(r"EngineCore.*Error", line)), "")
-            raise SystemExit(f"the worker ended with {self.tree.status()}: {root or self.log.read_text()[-3000:]}")
+            raise Failed(f"the worker ended with {self.tree.status()}: {root or self.log.read_text()[-3000:]}")
         pids = [process.pid for process in self.tree.members()]
         if time.monotonic() - self.counted > FILES_S:
             self.files, self.counted = file_bytes(pids), time.monotonic()
@@ -224,14 +229,14 @@ class Watch:
 
 
 def complete(socket: Path, ids: list[int], tokens: int, **more: Any) -> None:
-    """One completion. Raises SystemExit when it is refused."""
+    """One completion. Raises Failed when it is refused."""
     connection = UnixConnection(socket, timeout_s=START_S)
     body = {"model": "default", "prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **more}
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     answer = connection.getresponse()
     text = answer.read()
     if answer.status != 200:
-        raise SystemExit(f"status {answer.status}: {text[:500]!r}")
+        raise Failed(f"status {answer.status}: {text[:500]!r}")
 
 
 def load(socket: Path, seats: int, context: int) -> None:
@@ -251,7 +256,7 @@ def measure(found: Node, places: Directories, ceiling: int, *, logprobs: bool) -
         while not health.listening(socket):
             watch.look()
             if time.monotonic() > end:
-                raise SystemExit("the worker does not start")
+                raise Failed("the worker does not start")
             time.sleep(SAMPLE_S)
         watch.until(pool.submit(health.answer, socket, model="default", timeout_s=START_S))
         watch.until(0.5)
@@ -311,7 +316,7 @@ def main() -> int:
             else:
                 try:
                     rows.append(measure(found, places, ceiling, logprobs=args.logprobs))
-                except SystemExit as error:
+                except Failed as error:
                     rows.append({"model": name, "ceiling": ceiling, "refused": f"FAILED: {error}"})
             print(" | ".join(memory_cells(rows[-1])), flush=True)
             if args.json:

@@ -52,7 +52,7 @@ def test_ten_faults_in_a_row_with_clients(tmp_path: Path) -> None:
             before = pss(agent)
             for number in range(10):
                 fault = chance.choice(FAULTS)
-                old = service.until(lambda status: bool(status["ready"]), timeout=120)
+                old = service.until(lambda status: bool(status["ready"]), timeout=300)
                 answered = users.outcomes["answered"]
                 while users.outcomes["answered"] < answered + 4:
                     time.sleep(0.05)
@@ -62,7 +62,7 @@ def test_ten_faults_in_a_row_with_clients(tmp_path: Path) -> None:
                 total = sum(old["restarts_total"].values())
                 seen = service.until(lambda status, total=total: sum(status["restarts_total"].values()) > total, timeout=60)  # type: ignore[misc]
                 seen_s = time.monotonic() - began
-                service.until(lambda status, pid=old["worker_pid"]: bool(status["ready"]) and status["worker_pid"] != pid, timeout=120)  # type: ignore[misc]
+                service.until(lambda status, pid=old["worker_pid"]: bool(status["ready"]) and status["worker_pid"] != pid, timeout=300)  # type: ignore[misc]
                 print(f"{number} {fault:12} {seen['restarts'][-1]['fault']:20} seen after {seen_s:.1f} s, ready after {time.monotonic() - began:.1f} s",
                       flush=True)
                 assert members(old["worker_pid"]) == []

@@ -7,6 +7,7 @@ Both have the same agent, unit and accounts, put there by `make install-agent`.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -62,13 +63,20 @@ FAKE_CONTROL = "d /run/fake 0777 root root -\n"
 def install_tree(target: Path) -> Path:
     """What `make install` puts on a node, without the worker's environment."""
     shutil.rmtree(target, ignore_errors=True)
-    done = subprocess.run(["make", "-s", "install", f"DESTDIR={target}", "WORKER_ENV=0"], cwd=REPOSITORY, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, env={**os.environ, "APPLIANCE_HOME": "/tmp"})
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with open(BUILD / ".lock", "w") as lock:  # pip builds in the checkout
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = _make_install(target)
     assert done.returncode == 0, done.stdout
     drop_in = target / "usr/lib/systemd/system/appliance.service.d/testhost.conf"
     drop_in.parent.mkdir()
     drop_in.write_text(DROP_IN)
     return target
+
+
+def _make_install(target: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", "-s", "install", f"DESTDIR={target}", "WORKER_ENV=0"], cwd=REPOSITORY, text=True, check=False,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "APPLIANCE_HOME": "/tmp"})
 
 
 def fake_tree(target: Path) -> Path:

@@ -52,6 +52,22 @@ def test_worker_fault(running: Service, case: str) -> None:
     running.leaves_nothing(before)
 
 
+def test_case_011_deaf_and_renamed_children_go_with_their_worker(service: Service) -> None:
+    """A worker that ignores SIGTERM, with a child that renamed itself and ignores it too."""
+    service.write_settings(FAKE_SETTINGS.replace("FAKE: ok", "FAKE: stubborn").replace("drain_s: 10", "drain_s: 1"))
+    service.start()
+    service.wait_ready()
+    before, session = service.traces(), service.leader()
+    service.survive("kill -9 API process, its child deaf and renamed (11)", lambda: service.kill(session, "KILL"), faults=("killed",), detect_s=3, answer_s=20)
+    service.worker_session_gone(session)
+    service.leaves_nothing(before)
+    began = time.monotonic()
+    service.host.run(["systemctl", "stop", UNIT], check=True, timeout_s=60)
+    times.record(case="stop of a worker deaf to SIGTERM (63)", fault="-", sentence=f"stopped in {time.monotonic() - began:.1f} s")
+    assert service.show("Result", "ExecMainStatus") == {"Result": "success", "ExecMainStatus": "0"}
+    assert service.processes() == []
+
+
 def test_rung_outlives_a_reboot_and_reset_leaves_it(running: Service) -> None:
     running.host.run(["systemctl", "enable", UNIT], check=True)
     after = running.survive("SIGILL at the first forward", lambda: running.misbehave("die-ill"), faults=("unsupported-isa",),

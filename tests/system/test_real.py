@@ -171,6 +171,17 @@ def test_corrupt_prepared_weights_are_made_again(serving: Service) -> None:
     assert "Paris" in json.loads(serving.ask()[1])["choices"][0]["text"]
 
 
+def test_case_017_a_tiny_dev_shm_of_its_own(serving: Service) -> None:
+    """One worker process needs no shared memory to speak of; were it not so, the service would have to say it."""
+    serving.drop_in("shm", "[Service]\nTemporaryFileSystem=/dev/shm:size=1M,mode=1777\n")
+    serving.host.run(["systemctl", "restart", UNIT], timeout_s=AGAIN_S)
+    status = serving.wait_for(lambda status: status.get("ready") or status.get("state") == "failed", AGAIN_S, "ready or a reason")
+    assert status["ready"] or "/dev/shm" in status["sentence"], status["sentence"]
+    times.record(case="vLLM: /dev/shm of 1 MB (17)", fault="-", sentence=status["sentence"])
+    serving.host.run(f"rm /etc/systemd/system/{UNIT}.d/shm.conf; systemctl daemon-reload; systemctl reset-failed {UNIT}")
+    serving.host.run(["systemctl", "restart", UNIT], timeout_s=AGAIN_S)
+
+
 def test_threads_are_pinned_where_the_settings_say(serving: Service) -> None:
     serving.write_settings(REAL_SETTINGS + "cpu: {cpus: [0], threads: 1}\n")
     worker = serving.leader()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bench import client, machine
+from tests.bench import client, machine, soak
 from tests.bench.report import cell
 from tests.bench.serving import starved
 
@@ -47,3 +47,17 @@ def test_prompts_have_their_length_and_share_nothing() -> None:
 def test_a_cell_shows_the_spread() -> None:
     assert cell(machine.Samples(values=(1.0, 2.0, 4.0)).to_dict()) == "2.0 (1.0-4.0)"
     assert cell(None) == "-"
+
+
+@pytest.mark.parametrize(("per_hour", "minutes", "bad"), [(1.0, 23, False), (10.0, 23, True), (10.0, 2, False), (100.0, 2, True), (-50.0, 23, False)])
+def test_growth_is_judged_by_its_slope_and_noise_of_a_short_run_is_not(per_hour: float, minutes: int, bad: bool) -> None:
+    samples = [{"at": 10.0 * n, "agent pss MiB": 40 + per_hour * 10 * n / 3600} for n in range(6 * minutes)]
+    slope = soak.growth_per_hour(samples, "agent pss MiB")
+    assert slope == pytest.approx(per_hour)
+    assert bool(soak.verdict({"agent pss MiB": slope}, minutes / 60, 0, 0)) == bad
+    assert soak.growth_per_hour(samples[:3], "agent pss MiB") is None
+
+
+def test_a_restart_or_an_unexpected_outcome_speaks_against_a_service_that_does_not_grow() -> None:
+    assert soak.verdict({"agent fds": 0.0}, 0.5, 0, 0) == []
+    assert len(soak.verdict({"agent fds": 0.0}, 0.5, 2, 3)) == 2

@@ -91,24 +91,26 @@ CGROUP = """4:memory:/docker/9b1dd2f0c3a4e5f60718/alice-job.service
 """
 MOUNTS = """36 25 8:1 / /home/alice rw,relatime - ext4 /dev/disk/by-uuid/77ab rw
 35 31 0:32 /docker/9b1dd2f0c3a4e5f60718 /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory
+36 31 0:33 /docker/outer-77ab0c /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu
 """
 
 
 def test_names_of_groups_people_and_machines_are_replaced() -> None:
-    names = names_of(CGROUP, machine="edge-berlin-7.example.org", account="alice")
+    names = names_of(CGROUP, MOUNTS, machine="edge-berlin-7.example.org", account="alice")
     assert names.path(CGROUP) == (
         "4:memory:/docker/group1/group2.service\n0::/user.slice/user-1000.slice/user@1000.service/app.slice/group3.scope\n")
     assert kept("/proc/self/mountinfo", MOUNTS.encode(), names).decode() == (
-        "35 31 0:32 /docker/group1 /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n")
+        "35 31 0:32 /docker/group1 /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+        "36 31 0:33 /docker/group4 /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n")
     assert names.path("/sys/fs/cgroup/memory/docker/9b1dd2f0c3a4e5f60718/memory.max") == "/sys/fs/cgroup/memory/docker/group1/memory.max"
     assert names.path("/home/alice/.local/bin/g++") == "/home/user/.local/bin/g++"
     assert names.path("/srv/alice/models") == "/srv/user/models"
     assert names.path("6.1.0-edge-berlin-7") == "6.1.0-machine"
-    assert names_of(CGROUP, machine="pc", account="root").path("/root/x/pc") == "/root/x/pc"
+    assert names_of(CGROUP, MOUNTS, machine="pc", account="root").path("/root/x/pc") == "/root/x/pc"
 
 
 def test_lines_that_are_not_known_to_be_harmless_go() -> None:
-    names = names_of("0::/", machine="m", account="")
+    names = names_of("0::/", "", machine="m", account="")
     cpuinfo = b"processor\t: 0\nmodel name\t: ARM\nSerial\t\t: 10000000abcdef01\n\n"
     assert b"Serial" not in kept("/proc/cpuinfo", cpuinfo, names)
     assert kept("/proc/cpuinfo", cpuinfo, names).startswith(b"processor")

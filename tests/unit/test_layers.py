@@ -10,13 +10,13 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "appliance"
 LAYERS = {
     1: ("errors", "facts", "settings", "quantize.format", "prepared"),
-    2: ("plan", "refusal", "threads", "budget", "fitting", "launch", "vitals", "faults", "recovery", "trial", "metrics", "symptoms", "doctor", "scrub"),
+    2: ("plan", "ladder", "measured", "tuning", "refusal", "threads", "budget", "fitting", "launch", "vitals", "faults", "recovery", "trial", "metrics", "symptoms", "doctor", "scrub"),
     3: ("probe", "store", "manifest", "disk", "keys", "directories", "digests", "identity", "importing", "report", "record", "configfile", "client", "unit"),
-    4: ("quantize", "supervisor", "status", "jobs", "library", "node", "front", "board", "provision", "bundle", "checkup"),
+    4: ("quantize", "supervisor", "status", "jobs", "library", "node", "front", "board", "provision", "bundle", "checkup", "tune"),
     5: ("cli",),
 }
-EDGE_B = ("vllm_plugin", "kernels", "worker")
-EDGE_B_MAY = ("errors", "quantize.format", "prepared", "report", "importing", "kernels", "vllm_plugin", "worker")
+EDGE_B = ("vllm_plugin", "kernels", "worker", "gauge")
+EDGE_B_MAY = ("errors", "quantize.format", "prepared", "report", "importing", "kernels", "vllm_plugin", "worker", "gauge")
 PURE_MAY_NOT = {"os", "subprocess", "socket", "time", "pathlib", "shutil", "tempfile", "threading", "random", "psutil"}
 HEAVY = {"torch", "vllm", "numpy", "transformers", "safetensors", "gguf", "tokenizers", "pydantic", "asyncio", "aiohttp"}
 FRONT_MAY = {"asyncio", "aiohttp"}

@@ -1,0 +1,44 @@
+"""PURE: the rungs below `full`: what each changes, from least to most.
+
+No I/O here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from appliance import budget, launch
+from appliance.budget import MIN_CONTEXT, Shape
+from appliance.facts import ModelFacts
+from appliance.launch import Dials
+
+LOWER_CAPABILITY = {"avx512": "avx2", "avx2": "default"}
+LOWER_VARIANT = {"avx2": "avx2", "default": "scalar"}
+"""The native kernel's instruction set on a lowered rung; else its self-test chooses."""
+
+
+def changes(dials: Dials, model: ModelFacts, shape: Shape) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rung id and the dials it changes against `full`. The memory rungs build on each other."""
+    yield "full", {}
+    if dials.kernel == "native":
+        yield "aten", {"kernel": "aten"}
+    if dials.compile:
+        yield "no-compile", {"compile": False}
+    single = replace(shape, sequences=1)
+    one = budget.kv_bytes(model, single, dials.block)
+    memory: dict[str, Any] = {}
+    if one < dials.kv_bytes:
+        memory = {"kv_bytes": one}
+        yield "small-kv", memory
+    half = max(shape.context // 2, min(MIN_CONTEXT, shape.context))
+    if half < shape.context:
+        memory = {**memory, "context": half,
+                  "kv_bytes": budget.kv_bytes(model, replace(single, context=half), dials.block)}
+        yield "short-context", memory
+    running = max(1, dials.running // 4)
+    yield "small-batch", {**memory, "batch_tokens": max(128, running + launch.PROBE_SEATS), "running": running}
+    lower = LOWER_CAPABILITY.get(dials.capability)
+    if lower:
+        yield "lower-isa", {"capability": lower, "compile": False, "variant": LOWER_VARIANT[lower]}

@@ -1,0 +1,74 @@
+"""What is tuned: this node, one stored model, the settings in force; and what would be planned for them.
+
+Reads only. Unlike a plan for serving, the memory of a running service counts as taken: a measured worker stands beside
+it, not in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from appliance import node, tuning
+from appliance.directories import Directories
+from appliance.facts import HostFacts, KernelTrial, ModelFacts
+from appliance.jobs import worker_contract
+from appliance.launch import TRIAL_FILE, Places
+from appliance.library import active_name
+from appliance.measured import Record
+from appliance.plan import Plan, make_plan
+from appliance.probe.host import read_host
+from appliance.probe.model import read_model
+from appliance.quantize.format import NATIVE_VARIANTS
+from appliance.settings import Parsed, Settings
+from appliance.store import Store
+
+FLAGS: Mapping[str, tuple[str, ...]] = {
+    "avx512-vnni": ("avx512f", "avx512bw", "avx512vl", "avx512_vnni"), "avx512": ("avx512f", "avx512bw", "avx512vl"),
+    "avx-vnni": ("avx2", "fma", "avx_vnni"), "avx2": ("avx2", "fma"),
+}
+"""Flags without which a native variant is not tried. The slow `scalar` one is never faster."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """`kernel`: the one that would serve; `stored`: the model's folder; `prepared`: its mapped weights, if any."""
+
+    host: HostFacts
+    model: ModelFacts
+    settings: Settings
+    kernels: tuple[str, ...]
+    kernel: str
+    stored: Path
+    prepared: Path | None
+    trial: KernelTrial | None
+
+    def plan(self, record: Record | None, places: Places) -> Plan:
+        return make_plan(self.host, self.model, self.settings, places, kernels=self.kernels, trial=self.trial,
+                         measured=record)
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Instruction sets of the native kernel that this CPU's flags allow, the preferred one first."""
+        return tuple(name for name in reversed(NATIVE_VARIANTS)
+                     if name in FLAGS and self.host.cpu.flags.issuperset(FLAGS[name]))
+
+
+def read_subject(parsed: Parsed, directories: Directories, worker_python: str, *, env: Mapping[str, str],
+                 model_name: str | None = None, digest: str | None = None) -> Subject:
+    """Raises ModelError when the model is not stored, ConfigError when the worker cannot be asked, and what this node
+    or these settings refuse."""
+    contract = worker_contract(worker_python, env=env)
+    versions = {name: str(version) for name, version in contract["versions"].items() if version}
+    kernels = tuple(str(name) for name in contract["kernels"])
+    host = read_host("/", store=directories.store, versions=versions)
+    store = Store(directories.store)
+    name = model_name or active_name(parsed, directories)
+    stored = store.read(digest) if digest else store.get(name)
+    prepared = store.prepared(stored.digest)
+    places = node.places(directories, model_path=stored.path, fingerprint=host.fingerprint, prepared=prepared)
+    trial = node.read_trial(Path(places.cache) / TRIAL_FILE)
+    return Subject(host=host, model=read_model(stored.path, name=name, digest=stored.digest), kernels=kernels,
+                   settings=parsed.settings, kernel=tuning.served_kernel(parsed.settings.kernel, kernels, trial),
+                   stored=stored.path, prepared=prepared, trial=trial)
