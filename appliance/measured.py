@@ -196,6 +196,11 @@ def rows_figure(rows: int) -> str:
     return {1: TOK_S, PREFILL_ROWS: PREFILL_TOK_S}.get(rows, f"{rows} rows tok/s")
 
 
+def rows_of(name: str) -> int:
+    """The inverse: how many rows a figure is of."""
+    return {TOK_S: 1, PREFILL_TOK_S: PREFILL_ROWS}.get(name) or int(name.split()[0])
+
+
 def canary_passed(record: Record | None) -> bool:
     """Whether several rows in torch's int4 kernel were safe on this host, by a whole and fresh canary."""
     if record is None or record.stale:

@@ -182,10 +182,12 @@ def start_refusal(trial: Trial) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialView:
-    """What verdicts judge. `answered_s`: how long the present worker has answered without a fault, 0 while it does
-    not; `trial_s`: the setting; `speed_before`: tokens/s of the last good candidate where only versions differ from it, else
-    None; `speed_now`: of this one, None until it is measured; `loss_pct`, `roll_back_on_loss`: what an upgrade may lose,
-    and whether more than that ends its trial."""
+    """What verdicts judge. `answered_s`: how long the present worker has answered without a fault, 0 while it does not.
+
+    `trial_s`: the setting. `speed_before`: tokens/s of the last good candidate where only versions differ from it, else
+    None; `speed_now`: of this one, None until it is measured; `loss_pct`, `roll_back_on_loss`: what an upgrade may
+    lose, and whether more than that ends its trial.
+    """
 
     trial: Trial
     answered_s: float

@@ -114,7 +114,7 @@ def threshold(record: Record | None, model: str) -> Preference | None:
     if own is None or int4 is None:
         return None
     highest = 1
-    for rows in sorted(_rows(name) for name in int4.figures if name in own.figures):
+    for rows in sorted(measured.rows_of(name) for name in int4.figures if name in own.figures):
         name = measured.rows_figure(rows)
         if rows > 1 and int4.median(name) <= own.median(name):
             break
@@ -154,9 +154,3 @@ def _figures(trial: Trial) -> str:
     if trial.failure:
         return trial.failure
     return f"{trial.median(TOK_S):.1f} tok/s, prompts {trial.median(PREFILL_TOK_S):.0f} tok/s"
-
-
-def _rows(name: str) -> int:
-    if name == TOK_S:
-        return 1
-    return measured.PREFILL_ROWS if name == PREFILL_TOK_S else int(name.split()[0])

@@ -35,6 +35,8 @@ SECTIONS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
         ("support-bundle", "appliance.cli.bundle:bundle", "Everything for a report in one file, without secrets."),
         ("probe", "appliance.cli.probe:probe", "CPU, cores, memory ceiling and software, as facts."),
         ("plan", "appliance.cli.plan:plan", "What would be served and why, byte by byte."),
+        ("tune", "appliance.cli.tune:tune", "Measure what the plan cannot know; show, compare, draw."),
+        ("bench", "appliance.cli.bench:bench", "How fast the running service is, against its memory."),
     )),
     ("Settings", (
         ("config", "appliance.cli.config:config", "Show or check the settings in force."),

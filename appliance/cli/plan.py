@@ -49,11 +49,13 @@ def render(plan: Plan) -> Iterator[str]:
     if not plan.memory:
         return
     yield ""
-    yield "  " + f"{'memory':<36}" + "".join(f"{phase:>11}" for phase in PHASES)
+    compiles = any(line.phases == ("compile",) for line in plan.memory)
+    phases = [phase for phase in PHASES if phase != "compile" or compiles]
+    yield "  " + f"{'memory':<36}" + "".join(f"{phase:>11}" for phase in phases)
     for line in (line for line in plan.memory if line.phases):
-        cells = (show(line.bytes) if phase in line.phases else "-" for phase in PHASES)
+        cells = (show(line.bytes) if phase in line.phases else "-" for phase in phases)
         yield "  " + f"{line.item:<36}" + "".join(f"{cell:>11}" for cell in cells)
-    yield "  " + f"{'needed':<36}" + "".join(f"{show(phase_bytes(plan.memory, phase)):>11}" for phase in PHASES)
+    yield "  " + f"{'needed':<36}" + "".join(f"{show(phase_bytes(plan.memory, phase)):>11}" for phase in phases)
     if plan.ceiling_bytes is not None and plan.usable_bytes is not None:
         yield (f"  peak {show(plan.peak_bytes)} ({plan.peak_phase}) of {show(plan.usable_bytes)} usable; "
                f"ceiling {show(plan.ceiling_bytes)}, the rest stays free")

@@ -39,7 +39,7 @@ RUNNING = 8
 LIGHT_SEATS, LIGHT_PLACES, LIGHT_WAIT_S = 4, 64, 30.0
 CONTROL_BYTES = 64 * 1024
 MODELS_S, METRICS_S = 10.0, 1.0
-JSON, TEXT = "application/json", "text/plain"
+JSON = "application/json"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 log = logging.getLogger("appliance.front")
 
@@ -172,7 +172,9 @@ class Desk:
         try:
             response = await self._seated(request, route, line, wait_s, flight)
         except Refusal as refusal:
-            self.failed_total += generates and refusal.status >= 500
+            # A request that never got to the worker was turned away, whatever its status.
+            self.refused_total += generates and not flight.asked
+            self.failed_total += generates and flight.asked and refusal.status >= 500
             raise
         finally:
             timer.cancel()
@@ -194,6 +196,7 @@ class Desk:
             await line.sit(wait_s)
             flight.seated = asyncio.get_running_loop().time()
             self._check_gate()
+            flight.asked = True
             return await self._relay.answer(request, route.path, body, flight)
         except ShelfFull:
             raise self._busy(503, "many large requests are waiting") from None

@@ -39,12 +39,13 @@ LAST_WORD_S = 2.0
 
 @dataclass(kw_only=True, eq=False)
 class Flight:
-    """A request in work, as the heartbeat sees it. Clocks: the event loop's. `writing_since`: the client has taken
-    nothing since then. `ended`: why the door ends it."""
+    """A request in work, as the heartbeat sees it. Clocks: the event loop's. `asked`: the worker was; `writing_since`:
+    the client has taken nothing since then; `ended`: why the door ends it."""
 
     task: asyncio.Task[object]
     began: float
     seated: float | None = None
+    asked: bool = False
     writing_since: float | None = None
     ended: Refusal | None = None
 
@@ -141,6 +142,8 @@ class Relay:
             if ended is None:
                 raise
             cut = ended
+        if not response.prepared:
+            raise cut
         flight.ended = cut
         if streamed and flight.writing_since is None:
             response.force_close()

@@ -8,20 +8,35 @@ the account that owns the state folder, so that the service can replace what roo
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from appliance import disk, measured
 from appliance.directories import ensure
-from appliance.errors import UsageError
+from appliance.errors import TransientError, UsageError
 from appliance.facts import HostFacts
 from appliance.measured import Record
 
 FOLDER, EARLIER = "measured", "earlier"
 KEPT = 20
 """Earlier records that are kept."""
+
+
+@contextlib.contextmanager
+def only_one(state: Path) -> Iterator[None]:
+    """Hold the measurements' lock: two runs at once would measure each other. Raises TransientError."""
+    folder = ensure(state / FOLDER)
+    with disk.mapped("cannot measure", folder), open(folder / ".lock", "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TransientError("another `applianctl tune` is running", why="two would measure each other",
+                                 do="wait for it") from None
+        yield
 
 
 def load(state: Path, host: HostFacts, *, root: Path = Path("/")) -> Record | None:

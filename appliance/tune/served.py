@@ -35,15 +35,18 @@ Check = Callable[[Mapping[str, Any]], None]
 
 
 def altered(rung: Rung, settings: Mapping[str, Any]) -> Rung:
-    """The rung with other threads, cpus, variant, batch_tokens, block or compile; None of them: as planned."""
+    """The rung with the threads, variant, batch_tokens, block and compile of these settings (see `settings_of`)."""
     argv, env = list(rung.argv), dict(rung.env)
     for name, flag in FLAGS.items():
         if settings.get(name):
             argv[argv.index(flag) + 1] = str(settings[name])
     if settings.get("threads"):
         env["OMP_NUM_THREADS"] = str(settings["threads"])
-    if settings.get("variant"):
-        env["APPLIANCE_KERNEL"] = str(settings["variant"])
+    for name, variable in (("variant", "APPLIANCE_KERNEL"), ("cpus", "APPLIANCE_WORKER_CPUS")):
+        if settings.get(name):
+            env[variable] = str(settings[name])
+        else:
+            env.pop(variable, None)
     if settings.get("compile") is False and "--enforce-eager" not in argv:
         argv.append("--enforce-eager")
     return dataclasses.replace(rung, argv=tuple(argv), env=env)
@@ -56,7 +59,9 @@ def settings_of(rung: Rung) -> dict[str, Any]:
 
     return {"threads": int(rung.env["OMP_NUM_THREADS"]), "batch_tokens": flag("batch_tokens"), "block": flag("block"),
             "kernel": str(rung.quantization.get("kernel")), "compile": "--enforce-eager" not in rung.argv,
-            **({"variant": rung.env["APPLIANCE_KERNEL"]} if rung.env.get("APPLIANCE_KERNEL") else {})}
+            **{name: rung.env[variable] for name, variable in (("variant", "APPLIANCE_KERNEL"),
+                                                               ("cpus", "APPLIANCE_WORKER_CPUS"))
+               if rung.env.get(variable)}}
 
 
 @contextlib.contextmanager

@@ -169,6 +169,8 @@ def test_a_shut_gate_ends_the_waiting_and_lets_the_running_finish(house: House) 
     assert status_of(answer) == 503
     assert b"Retry-After: 9" in answer
     assert b'"draining"' in answer
+    house.until(lambda: house.board.traffic.refused_total == 1)
+    assert house.board.traffic.failed_total == 0  # turned away, not failed
     assert status_of(everything_until_idle(running)) == 200
 
 
