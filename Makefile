@@ -1,6 +1,7 @@
 # The two commands: `make run` serves the default model here, `make test` runs the tests. `make help` lists the rest.
 PYTHON ?= python3.11
 PORT ?= 8000
+SOAK_S ?= 1800
 AGENT := .venv
 WORKER := .venv-worker
 TESTLIB := build/testlib
@@ -10,13 +11,13 @@ BENCH_ISAS ?= native avx2
 PREFIX ?= /usr
 SYSTEM_PYTHON ?= /usr/bin/python3
 AGENT_HOME = $(DESTDIR)$(PREFIX)/lib/appliance/agent
-SITE = $(AGENT_HOME)/lib/python3.11/site-packages
+SITE = $(AGENT_HOME)/lib/python$(shell $(SYSTEM_PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')/site-packages
 WORKER_ENV ?= 1
 export APPLIANCE_HOME ?= $(CURDIR)/.run
 export PROMPT
 # The worker's interpreter is found beside the agent's environment; nothing to configure.
 
-.PHONY: help run status chat test test-fast test-worker test-served test-fields test-chaos test-system install install-agent bench bench-memory bench-kernels bench-serving bench-peers bench-report lint lock goldens clean
+.PHONY: help run status chat test test-fast test-worker test-served test-fields test-chaos soak test-system install install-agent bench bench-memory bench-kernels bench-serving bench-peers bench-report lint lock goldens clean
 
 help:           ## This list.
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -48,6 +49,9 @@ test-fields: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## E
 test-chaos: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Many faults in a row with clients: 50 with a fake worker, 10 with real vLLM.
 	$(AGENT)/bin/python -m pytest -s tests/process -m heavy
 	$(AGENT)/bin/python -m pytest -s tests/served/test_chaos.py
+
+soak: $(AGENT)/.test  ## Mixed load on the running service (make run) for SOAK_S seconds: does anything grow?
+	$(AGENT)/bin/python -m tests.bench.soak --port $(PORT) --seconds $(SOAK_S)
 
 bench: bench-memory bench-kernels bench-serving bench-report  ## All measurements, against llama.cpp too: docs/benchmarks.md (hours).
 

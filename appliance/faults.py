@@ -268,7 +268,7 @@ def last_telling_line(log: Sequence[str]) -> str:
     """The last line that looks like an exception's message, without vLLM's prefixes; empty when there is none."""
     for line in reversed(log):
         bare = re.sub(r"^(\(\w+ pid=\d+\) )?((ERROR|CRITICAL) [\d-]+ [\d:]+ (\[[^\]]*\] )?)?", "", line).strip()
-        if re.match(r"[\w.]*(Error|Exception|Exit)\b.{4,}", bare) and not re.search(
-                "Engine core initialization failed|EngineDeadError", bare):  # these tell of the first one's consequences
+        consequence = re.search("Engine core initialization failed|EngineDeadError", bare)
+        if re.match(r"[\w.]*(Error|Exception|Exit)\b.{4,}", bare) and not consequence:
             return bare[:300]
     return ""

@@ -65,6 +65,10 @@ class Trial:
         """Equal ids: the same was tried, and the later one counts."""
         return f"{self.kind} {self.model[:12]} {json.dumps(dict(self.settings), sort_keys=True)}"
 
+    def seen(self, name: str) -> float:
+        """The figure's median, disturbed or not, for people; zero where the trial has no such figure."""
+        return self.figures[name].median if name in self.figures else 0.0
+
     def median(self, name: str) -> float:
         """The figure's median; zero where the trial has no such figure, and where it was disturbed: it then decides
         nothing."""

@@ -56,7 +56,7 @@ def read_node(parsed: Parsed, directories: Directories, worker_python: str, *, e
     where = places(directories, model_path=stored.path, fingerprint=host.fingerprint,
                    prepared=store.prepared(stored.digest))
     measured = archive.load(directories.state, host)
-    host = _without_own_worker(host, directories)
+    host = without_own_worker(host, directories)
     plan = make_plan(host, model, parsed.settings, where, kernels=tuple(contract["kernels"]), measured=measured,
                      trial=read_trial(Path(where.cache) / TRIAL_FILE))
     return Node(host=host, model=model, plan=plan, places=where, versions=versions)
@@ -92,7 +92,7 @@ def refuse_early(parsed: Parsed, directories: Directories, worker_python: str, *
         raise missing
 
 
-def _without_own_worker(host: HostFacts, directories: Directories) -> HostFacts:
+def without_own_worker(host: HostFacts, directories: Directories) -> HostFacts:
     """The facts as if our own running worker were not there: a new worker takes its place, not memory beside it."""
     try:
         own = int(status.read(directories.runtime).get("memory_bytes") or 0)

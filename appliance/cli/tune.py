@@ -43,8 +43,9 @@ def tune(ctx: click.Context, quick: bool, full: bool, model: str | None, budget:
     from appliance.tune.subject import read_subject
 
     app: Application = ctx.obj
-    python = app.worker_python()
-    subject = read_subject(app.parsed, app.directories, python, env=app.env, model_name=model)
+    python, parsed = app.worker_python(), app.parsed
+    app.become_owner()  # what is measured is the service's
+    subject = read_subject(parsed, app.directories, python, env=app.env, model_name=model)
     state, cpus = app.directories.state, subject.host.topology.allowed
     bench = Bench(worker_python=python, env=app.env, cpus=cpus, runtime=app.service.runtime)
     began = time.monotonic()
@@ -69,7 +70,7 @@ def tune(ctx: click.Context, quick: bool, full: bool, model: str | None, budget:
     else:
         from appliance.tune import charts
 
-        for line in (*charts.lines(record, subject.model), *_workers(record, subject.model),
+        for line in (*charts.lines(record, subject.model), *_workers(record, subject.model), *_gain_lines(gain),
                      *_difference(before.choices, after.choices)):
             click.echo(line)
         click.echo(f"measured in {seconds:.0f} s; " + ("" if apply_now else "it counts at the next start"))
@@ -148,6 +149,11 @@ def gains(record: Record, model: ModelFacts) -> dict[str, Any]:
     return {title(other): {name: round(workers[0].figures[name].median / other.figures[name].median, 3)
                            for name in names if name in other.figures and other.figures[name].median}
             for other in workers[1:]}
+
+
+def _gain_lines(gain: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    for other, ratios in gain.items():
+        yield f"  the first against {other}: " + ", ".join(f"{ratio:.2f} {name}" for name, ratio in ratios.items())
 
 
 def title(trial: Trial) -> str:

@@ -119,6 +119,8 @@ class Relay:
             response.headers.update(STREAM_HEADERS)
         elif reply.content_length is not None:
             response.content_length = reply.content_length
+        if reply.status == 503:  # vLLM's own, from a full or ending worker, does not say when to come back
+            response.headers.setdefault("Retry-After", str(LOST_RETRY_S))
         clock = asyncio.get_running_loop().time
         sums = self.sums
         try:

@@ -1,15 +1,13 @@
 """Where measurements are kept: `state/measured/FINGERPRINT.json`, and earlier ones beside it.
 
 Does: load the record of this host with what has made it stale, save one atomically, keep the last few that were
-replaced. Does not: measure, or decide. Rules: a file that cannot be read is no record, not an error; a file belongs to
-the account that owns the state folder, so that the service can replace what root has measured.
+replaced. Does not: measure, or decide. Rule: a file that cannot be read is no record, not an error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -67,8 +65,6 @@ def save(state: Path, record: Record) -> None:
         draft = file.with_suffix(".draft")
         draft.write_text(measured.write(replace(record, stale=())))
         draft.chmod(0o644)
-        _give(draft, state)
-        _give(folder, state)
         draft.replace(file)
 
 
@@ -79,8 +75,6 @@ def set_aside(state: Path, record: Record) -> None:
     name = f"{record.fingerprint}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime(at))}.json"
     with disk.mapped("cannot keep the measurements", folder):
         (folder / name).write_text(measured.write(record))
-        _give(folder / name, state)
-        _give(folder, state)
         for old in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
             old.unlink()
 
@@ -121,10 +115,3 @@ def microcode(root: Path) -> str | None:
 
 def _file(state: Path, fingerprint: str) -> Path:
     return state / FOLDER / f"{fingerprint}.json"
-
-
-def _give(path: Path, state: Path) -> None:
-    with contextlib.suppress(OSError):
-        owner = state.stat()
-        if os.geteuid() == 0 and path.stat().st_uid != owner.st_uid:
-            os.chown(path, owner.st_uid, owner.st_gid)

@@ -56,14 +56,15 @@ def lines(record: Record, model: ModelFacts) -> Iterator[str]:
     reads = measured.by_threads(record.of(BANDWIDTH))
     if reads:
         yield "read bandwidth"
-        yield from _bars([(_threads(trial), trial.median(GB_S), f"{trial.median(GB_S):.1f} GB/s") for trial in reads])
+        yield from _bars([(_threads(trial), trial.seen(GB_S), _text(trial, f"{trial.seen(GB_S):.1f} GB/s"))
+                          for trial in reads])
     tried = measured.by_threads(trial for trial in record.of(WEIGHTS, model.digest)
                                 if not trial.settings.get("variant") and trial.settings.get("route") == OWN)
     if tried:
         yield "tokens per second over threads (linears alone)"
-        yield from _bars([(_threads(trial), trial.median(TOK_S), trial.failure or
-                           f"{trial.median(TOK_S):.1f} tok/s, prompts {trial.median(PREFILL_TOK_S):.0f} tok/s")
-                          for trial in tried])
+        speeds = {trial.id: f"{trial.seen(TOK_S):.1f} tok/s, prompts {trial.seen(PREFILL_TOK_S):.0f} tok/s"
+                  for trial in tried}
+        yield from _bars([(_threads(trial), trial.seen(TOK_S), _text(trial, speeds[trial.id])) for trial in tried])
     points = roofline(record, model)
     if points:
         yield f"roofline: {bytes_per_token(model) / 1e6:.0f} MB of weights a step"
@@ -105,6 +106,11 @@ def _bars(rows: list[tuple[str, float, str]], most: float = 0.0) -> Iterator[str
         eighths = round(BAR * 8 * value / top) if top else 0
         bar = "█" * (eighths // 8) + (EIGHTHS[eighths % 8] if eighths % 8 else "")
         yield f"  {label:<24}{bar:<{BAR}} {text}"
+
+
+def _text(trial: Trial, figures: str) -> str:
+    """A trial's end, or its figures."""
+    return trial.failure or figures + (" (disturbed: decides nothing)" if trial.notes.get("disturbed") else "")
 
 
 def _threads(trial: Trial) -> str:

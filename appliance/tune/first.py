@@ -60,8 +60,8 @@ def _measured(subject: Subject, record: Record, worker_python: str, env: Mapping
         nonlocal record
         record = record.having(trial)
 
-    wanted = [*(() if record.of(BANDWIDTH) else orders.bandwidth(subject.host, budget_s=EACH_S)),
-              *orders.threads(subject.host, subject.model, subject.kernel, subject.prepared, budget_s=EACH_S)]
+    wanted = [*(() if record.of(BANDWIDTH) else orders.bandwidth(subject, budget_s=EACH_S)),
+              *orders.threads(subject, budget_s=EACH_S)]
     failure = ""
     for order, trial in wanted:
         if time.monotonic() - began < BUDGET_S:

@@ -1,4 +1,4 @@
-"""PURE: which orders a measuring child gets for a node and a model.
+"""Which orders a measuring child gets for a node and a model.
 
 Sizes are kept below what the node can spare; every order says on which CPUs and with how many threads.
 """
@@ -6,7 +6,6 @@ Sizes are kept below what the node can spare; every order says on which CPUs and
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from appliance.budget import MIB
@@ -16,6 +15,7 @@ from appliance.quantize.format import parse_config
 from appliance.refusal import ranges
 from appliance.settings import Settings
 from appliance.threads import candidates, choose_threads
+from appliance.tune.subject import Subject
 
 CANARY_ROWS = (1, 2, 7, 8, 9, 64)
 CANARY_TIMES = 200
@@ -29,74 +29,61 @@ Ordered = tuple[dict[str, Any], Trial]
 """The order, and what its trials have in common."""
 
 
-def spare_mib(host: HostFacts) -> int:
+def spare_mib(free_bytes: int) -> int:
     """Memory that a measuring child may fill."""
-    memory = host.memory
-    free = [value for value in (memory.available_bytes, None if memory.ceiling_bytes is None else
-                                memory.ceiling_bytes - (memory.used_bytes or 0)) if value is not None]
-    return min(MOST_MIB, max(LEAST_MIB, min(free, default=0) // SPARE_SHARE // MIB))
+    return min(MOST_MIB, max(LEAST_MIB, free_bytes // SPARE_SHARE // MIB))
 
 
-def bandwidth(host: HostFacts, *, budget_s: float) -> Iterator[Ordered]:
+def bandwidth(subject: Subject, *, budget_s: float) -> Iterator[Ordered]:
     """Reading memory with different numbers of threads, one order for each set of CPUs."""
-    for cpus, threads in _by_cpus(host):
-        yield ({"gauge": "bandwidth", "threads": threads, "mib": spare_mib(host), "budget_s": budget_s, "cpus": cpus},
-               Trial(kind=BANDWIDTH, settings=_cpus(cpus), figures={}))
+    for cpus, threads in _by_cpus(subject.host):
+        yield ({"gauge": "bandwidth", "threads": threads, "mib": spare_mib(subject.free_bytes), "budget_s": budget_s,
+                "cpus": cpus}, Trial(kind=BANDWIDTH, settings=_cpus(cpus), figures={}))
 
 
-def threads(host: HostFacts, model: ModelFacts, kernel: str, prepared: Path | None, *,
-            budget_s: float) -> Iterator[Ordered]:
+def threads(subject: Subject, *, budget_s: float) -> Iterator[Ordered]:
     """All linears of the model with different threads, for one row and for a prompt."""
-    for cpus, counts in _by_cpus(host):
-        order = weights(host, model, kernel, prepared, threads=counts, rows=(1, PREFILL_ROWS), budget_s=budget_s)
-        if order is not None:
-            yield {**order, "cpus": cpus}, Trial(kind=WEIGHTS, model=model.digest, settings=_cpus(cpus), figures={})
+    for cpus, counts in _by_cpus(subject.host):
+        yield from _weights(subject, subject.kernel, cpus, threads=counts, rows=(1, PREFILL_ROWS), budget_s=budget_s)
 
 
-def variants(host: HostFacts, model: ModelFacts, prepared: Path | None, variants: tuple[str, ...], *, full: bool,
-             budget_s: float) -> Iterator[Ordered]:
+def variants(subject: Subject, *, full: bool, budget_s: float) -> Iterator[Ordered]:
     """The native kernel's instruction sets, each in a child of its own: one that dies is an answer about itself."""
-    chosen = choose_threads(host.topology, Settings())
-    for variant in variants:
-        order = weights(host, model, "native", prepared, threads=[chosen.count], budget_s=budget_s, variant=variant,
-                        rows=TABLE_ROWS if full else QUICK_ROWS)
-        if order is not None:
-            cpus = list(chosen.cpus) if chosen.cpus else None
-            yield {**order, "cpus": cpus}, Trial(kind=WEIGHTS, model=model.digest, settings=_cpus(cpus), figures={})
+    chosen = choose_threads(subject.host.topology, Settings())
+    for variant in subject.variants:
+        yield from _weights(subject, "native", list(chosen.cpus or ()), threads=[chosen.count], variant=variant,
+                            rows=TABLE_ROWS if full else QUICK_ROWS, budget_s=budget_s)
 
 
-def routes(host: HostFacts, model: ModelFacts, kernel: str, prepared: Path | None, *, canary: bool, full: bool,
-           budget_s: float) -> Iterator[Ordered]:
+def routes(subject: Subject, *, canary: bool, full: bool, budget_s: float) -> Iterator[Ordered]:
     """Other ways for many rows: torch's GEMM for the native kernel; torch's int4 kernel where the canary passed."""
-    chosen = choose_threads(host.topology, Settings())
-    rows = tuple(row for row in TABLE_ROWS if row >= 8) if full else (8, PREFILL_ROWS)
-    route = LIBRARY if kernel == "native" else INT4
-    if route == INT4 and not canary:
+    if subject.kernel != "native" and not canary:
         return
-    order = weights(host, model, kernel, prepared, threads=[chosen.count], rows=rows, budget_s=budget_s, route=route)
-    if order is not None:
-        cpus = list(chosen.cpus) if chosen.cpus else None
-        yield {**order, "cpus": cpus}, Trial(kind=WEIGHTS, model=model.digest, settings=_cpus(cpus), figures={})
+    chosen = choose_threads(subject.host.topology, Settings())
+    yield from _weights(subject, subject.kernel, list(chosen.cpus or ()), threads=[chosen.count], budget_s=budget_s,
+                        rows=tuple(row for row in TABLE_ROWS if row >= 8) if full else (8, PREFILL_ROWS),
+                        route=LIBRARY if subject.kernel == "native" else INT4)
 
 
-def canary(host: HostFacts, *, times: int = CANARY_TIMES) -> Ordered:
+def canary(subject: Subject, *, times: int = CANARY_TIMES) -> Ordered:
     """Several rows in torch's int4 kernel, attention and GEMM, again and again in one process."""
-    chosen = choose_threads(host.topology, Settings())
-    settings = {"threads": chosen.count, "times": times}
+    settings = {"threads": choose_threads(subject.host.topology, Settings()).count, "times": times}
     return ({"gauge": "canary", "rows": list(CANARY_ROWS), "cpus": None, **settings},
             Trial(kind=CANARY, settings=settings, figures={}))
 
 
-def weights(host: HostFacts, model: ModelFacts, kernel: str, prepared: Path | None, *, threads: list[int],
-            rows: tuple[int, ...], budget_s: float, variant: str = "", route: str = OWN) -> dict[str, Any] | None:
-    """An order for the model's linears; None for a model whose shapes are not those of plain layers and which has no
+def _weights(subject: Subject, kernel: str, cpus: list[int] | None, *, threads: list[int], rows: tuple[int, ...],
+             budget_s: float, variant: str = "", route: str = OWN) -> Iterator[Ordered]:
+    """An order for the model's linears; none for a model whose shapes are not those of plain layers and which has no
     prepared weights to be mapped."""
-    mapped = kernel == "native" and prepared is not None
-    if not mapped and (model.experts or model.kept):
-        return None
-    return {"gauge": "weights", "threads": threads, "rows": list(rows), "kernel": kernel, "variants": [variant],
-            "routes": [route], "prepared": str(prepared) if mapped else "", "mib": spare_mib(host),
-            "budget_s": budget_s, "layers": [] if mapped else list(_layers(model))}
+    mapped = kernel == "native" and subject.prepared is not None
+    if not mapped and (subject.model.experts or subject.model.kept):
+        return
+    yield ({"gauge": "weights", "threads": threads, "rows": list(rows), "kernel": kernel, "variants": [variant],
+            "routes": [route], "prepared": str(subject.prepared) if mapped else "", "cpus": cpus or None,
+            "mib": spare_mib(subject.free_bytes), "budget_s": budget_s,
+            "layers": [] if mapped else list(_layers(subject.model))},
+           Trial(kind=WEIGHTS, model=subject.model.digest, settings=_cpus(cpus), figures={}))
 
 
 def _layers(model: ModelFacts) -> Iterator[Mapping[str, Any]]:

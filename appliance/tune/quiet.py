@@ -23,10 +23,11 @@ POLL_S = 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Processor seconds since boot: of all processes on the CPUs, of our children that have ended; and the clock."""
+    """Processor seconds since boot: of all processes on the CPUs; of ourselves and our children that have ended; and
+    the clock."""
 
     busy_s: float
-    children_s: float
+    ours_s: float
     at: float
 
 
@@ -39,13 +40,13 @@ def usage(cpus: tuple[int, ...]) -> Usage:
         if word.startswith("cpu") and word[3:].isdigit() and int(word[3:]) in cpus:
             ticks = [int(field) for field in fields[:8]]
             busy += (sum(ticks) - ticks[3] - ticks[4]) / hertz
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return Usage(busy_s=busy, children_s=children.ru_utime + children.ru_stime, at=time.monotonic())
+    found = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return Usage(busy_s=busy, ours_s=sum(one.ru_utime + one.ru_stime for one in found), at=time.monotonic())
 
 
-def others(before: Usage, after: Usage, cpus: tuple[int, ...]) -> float:
-    """The share of the CPUs that others used in between, 0 to 1."""
-    spent = (after.busy_s - before.busy_s) - (after.children_s - before.children_s)
+def others(before: Usage, after: Usage, cpus: tuple[int, ...], *, living_s: float = 0.0) -> float:
+    """The share of the CPUs that others used in between, 0 to 1. `living_s`: what children that still live used."""
+    spent = (after.busy_s - before.busy_s) - (after.ours_s - before.ours_s) - living_s
     span = (after.at - before.at) * max(1, len(cpus))
     return min(1.0, max(0.0, spent / span)) if span > 0 else 0.0
 

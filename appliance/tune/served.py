@@ -24,6 +24,7 @@ from appliance.measured import PREFILL_TOK_S, SERVED, STREAMS_TOK_S, TOK_S, Tria
 from appliance.plan import Rung
 from appliance.supervisor import worker
 from appliance.supervisor.start import PATH_DEFAULT
+from appliance.tune import quiet
 from appliance.tune.requests import Target
 
 START_S = 300.0
@@ -78,7 +79,7 @@ def folders(model_path: str, prepared: str) -> Iterator[Places]:
 
 
 def serve(rung: Rung, places: Places, model: ModelFacts, *, python: str, env: Mapping[str, str], check: Check,
-          now: float) -> Trial:
+          cpus: tuple[int, ...], now: float) -> Trial:
     """Start the worker of `rung`, measure it, end it. Raises what `check` raises; all else is in the trial."""
     home = Path(places.sockets)
     trial = Trial(kind=SERVED, model=model.digest, settings=settings_of(rung), figures={}, at=now)
@@ -91,8 +92,11 @@ def serve(rung: Rung, places: Places, model: ModelFacts, *, python: str, env: Ma
         _wait(tree, Path(places.socket), check)
         ready_s = time.monotonic() - began
         target = Target(socket=Path(places.socket), model="default", ids=ids(model))
-        figures = _measure(target, min(PREFILL, _context(rung) // 2), check)
-        return dataclasses.replace(trial, figures={**figures, "ready s": measured.figure([ready_s])})
+        before, spent_s = quiet.usage(cpus), tree.cpu_seconds()[0]
+        figures = _measure(target, min(PREFILL, rung.context // 2), check)
+        share = quiet.others(before, quiet.usage(cpus), cpus, living_s=tree.cpu_seconds()[0] - spent_s)
+        return dataclasses.replace(trial, figures={**figures, "ready s": measured.figure([ready_s])},
+                                   notes={"disturbed": round(share, 2)} if share > quiet.DISTURBED else {})
     except (NotReachable, TransientError) as error:
         if type(error) not in (NotReachable, TransientError):
             raise  # the service wants its cores: no word about this worker
@@ -141,7 +145,3 @@ def _wait(tree: worker.WorkerTree, socket: Path, check: Check) -> None:
 def _why(error: ApplianceError, tree: worker.WorkerTree) -> str:
     last = [line for line in tree.new_log_lines() if line.strip()][-1:]
     return f"{error.what} ({error.why}{'; ' + last[0][-160:] if last else ''})"
-
-
-def _context(rung: Rung) -> int:
-    return rung.context

@@ -18,8 +18,9 @@ from typing import Any
 from appliance import measured, tuning
 from appliance.budget import show
 from appliance.errors import TransientError
-from appliance.facts import HostFacts
+from appliance.launch import Places
 from appliance.measured import Record, Trial
+from appliance.plan import Rung
 from appliance.tune import archive, orders, quiet, served
 from appliance.tune.child import Bench
 from appliance.tune.orders import Ordered
@@ -80,15 +81,13 @@ class Session:
 
     def _orders(self) -> Iterator[tuple[str, Iterable[Ordered]]]:
         subject, each_s = self.subject, FULL_EACH_S if self.full else QUICK_EACH_S
-        host, model, prepared = subject.host, subject.model, subject.prepared
-        yield "read bandwidth", orders.bandwidth(host, budget_s=each_s)
-        yield "threads", orders.threads(host, model, subject.kernel, prepared, budget_s=each_s)
+        yield "read bandwidth", orders.bandwidth(subject, budget_s=each_s)
+        yield "threads", orders.threads(subject, budget_s=each_s)
         if subject.kernel == "native":
-            yield "instruction sets", orders.variants(host, model, prepared, subject.variants, full=self.full,
-                                                      budget_s=each_s)
+            yield "instruction sets", orders.variants(subject, full=self.full, budget_s=each_s)
         if self.full or subject.kernel == "aten":
-            yield "canary", [orders.canary(host)]
-        yield "many rows", orders.routes(host, model, subject.kernel, prepared, full=self.full, budget_s=each_s,
+            yield "canary", [orders.canary(subject)]
+        yield "many rows", orders.routes(subject, full=self.full, budget_s=each_s,
                                          canary=measured.canary_passed(self.record))
 
     def _whole_workers(self) -> None:
@@ -100,6 +99,10 @@ class Session:
                 refused = best.refused or plain.refused
                 assert refused is not None
                 self._leave_out(f"whole workers: {refused.why}")
+                return
+            if max(best.peak_bytes, plain.peak_bytes) > subject.free_bytes:
+                self._leave_out(f"whole workers: one takes {show(best.peak_bytes)}, free beside the service are "
+                                f"{show(subject.free_bytes)}")
                 return
             base = served.settings_of(best.full)
             wanted = [base, served.settings_of(plain.full), *self._second(base)]
@@ -115,13 +118,18 @@ class Session:
                 if self._left_s() < self._served_s:
                     self._leave_out(f"a whole worker with {_words(settings)}: the time is up")
                     continue
-                rung = served.altered(best.full, settings)
                 began = time.monotonic()
-                self._guarded(lambda check, rung=rung: self._gather(served.serve(  # type: ignore[misc]
-                    rung, places, subject.model, python=self.bench.worker_python, env=self.env, check=check,
-                    now=time.time())), Trial(kind=measured.SERVED, model=subject.model.digest, settings=settings,
-                                             figures={}))
+                self._worker(served.altered(best.full, settings), places, settings)
                 self._served_s = max(self._served_s / 2, time.monotonic() - began)
+
+    def _worker(self, rung: Rung, places: Places, settings: Mapping[str, Any]) -> None:
+        """One whole worker, if an interrupted run has not measured it."""
+        model = self.subject.model
+        trial = Trial(kind=measured.SERVED, model=model.digest, settings=settings, figures={})
+        if not self._fresh(trial.id):
+            self._guarded(lambda check: self._gather(served.serve(
+                rung, places, model, python=self.bench.worker_python, env=self.env, check=check, cpus=self.bench.cpus,
+                now=time.time())))
 
     def _second(self, base: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The next best number of threads, for a second whole configuration."""
@@ -138,13 +146,10 @@ class Session:
     def _try(self, order: Mapping[str, Any], trial: Trial) -> None:
         if self._known(order, trial):
             return
-        self._guarded(lambda _: self.bench.run(order, trial, gather=self._gather, now=time.time()), trial, ahead=True)
+        self._guarded(lambda _: self.bench.run(order, trial, gather=self._gather, now=time.time()))
 
-    def _guarded(self, work: Callable[[Callable[[Mapping[str, Any]], None]], object], trial: Trial, *,
-                 ahead: bool = False) -> None:
+    def _guarded(self, work: Callable[[Say], object]) -> None:
         """Run when the service is idle and the machine is quiet; again when the service got work meanwhile."""
-        if not ahead and self._fresh(trial.id):
-            return
         for _ in range(ATTEMPTS):
             self._wait_for_service()
             quiet.wait(self.bench.cpus, limit_s=QUIET_S)
@@ -196,11 +201,6 @@ def expected(order: Mapping[str, Any], trial: Trial) -> list[dict[str, Any]]:
         return [{**trial.settings, "threads": threads} for threads in order["threads"]]
     return [{**trial.settings, "threads": threads, "kernel": order["kernel"], "variant": variant, "route": route}
             for threads in order["threads"] for variant in order["variants"] for route in order["routes"]]
-
-
-def memory_note(host: HostFacts) -> str:
-    """What a measuring child may fill."""
-    return show(orders.spare_mib(host) << 20)
 
 
 def _words(settings: Mapping[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """What is tuned: this node, one stored model, the settings in force; and what would be planned for them.
 
-Reads only. Unlike a plan for serving, the memory of a running service counts as taken: a measured worker stands beside
-it, not in its place.
+Reads only. The plan is the service's: where one runs, the limits of its control group count, not those of the shell
+that measures; its worker's memory counts as free, for the next one takes its place. What is free here and now is
+another thing: a measured worker stands beside the service.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance import node, tuning
+from appliance import node, status, tuning
+from appliance.budget import LEAST_RESERVE_BYTES
 from appliance.directories import Directories
 from appliance.facts import HostFacts, KernelTrial, ModelFacts
 from appliance.jobs import worker_contract
@@ -18,8 +20,9 @@ from appliance.launch import TRIAL_FILE, Places
 from appliance.library import active_name
 from appliance.measured import Record
 from appliance.plan import Plan, make_plan
-from appliance.probe.host import read_host
+from appliance.probe.host import read_host, read_live
 from appliance.probe.model import read_model
+from appliance.probe.tree import Tree
 from appliance.quantize.format import NATIVE_VARIANTS
 from appliance.settings import Parsed, Settings
 from appliance.store import Store
@@ -32,10 +35,22 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class OfProcess(Tree):
+    """The file system as another process sees itself in it: its control groups are meant by /proc/self."""
+
+    pid: int
+
+    def path(self, path: str) -> Path:
+        return super().path(path.replace("/proc/self/", f"/proc/{self.pid}/", 1))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Subject:
-    """`kernel`: the one that would serve; `stored`: the model's folder; `prepared`: its mapped weights, if any."""
+    """`host`: as the service sees it; `here`: as this process does. `kernel`: the one that would serve; `stored`: the
+    model's folder; `prepared`: its mapped weights, if any."""
 
     host: HostFacts
+    here: HostFacts
     model: ModelFacts
     settings: Settings
     kernels: tuple[str, ...]
@@ -47,6 +62,14 @@ class Subject:
     def plan(self, record: Record | None, places: Places) -> Plan:
         return make_plan(self.host, self.model, self.settings, places, kernels=self.kernels, trial=self.trial,
                          measured=record)
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory that a process beside the service may take."""
+        memory = self.here.memory
+        free = [value for value in (memory.available_bytes, None if memory.ceiling_bytes is None else
+                                    memory.ceiling_bytes - (memory.used_bytes or 0)) if value is not None]
+        return max(0, min(free, default=0) - LEAST_RESERVE_BYTES)
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -62,13 +85,17 @@ def read_subject(parsed: Parsed, directories: Directories, worker_python: str, *
     contract = worker_contract(worker_python, env=env)
     versions = {name: str(version) for name, version in contract["versions"].items() if version}
     kernels = tuple(str(name) for name in contract["kernels"])
-    host = read_host("/", store=directories.store, versions=versions)
+    here = read_host("/", store=directories.store, versions=versions)
+    agent = (status.current(directories.runtime) or {}).get("agent", {}).get("pid")
+    host = here if agent is None else read_live(OfProcess(root=Path("/"), pid=int(agent)), store=directories.store,
+                                                versions=versions)[0]
     store = Store(directories.store)
     name = model_name or active_name(parsed, directories)
     stored = store.read(digest) if digest else store.get(name)
     prepared = store.prepared(stored.digest)
     places = node.places(directories, model_path=stored.path, fingerprint=host.fingerprint, prepared=prepared)
     trial = node.read_trial(Path(places.cache) / TRIAL_FILE)
-    return Subject(host=host, model=read_model(stored.path, name=name, digest=stored.digest), kernels=kernels,
+    model = read_model(stored.path, name=name, digest=stored.digest)
+    return Subject(host=node.without_own_worker(host, directories), here=here, model=model, kernels=kernels,
                    settings=parsed.settings, kernel=tuning.served_kernel(parsed.settings.kernel, kernels, trial),
                    stored=stored.path, prepared=prepared, trial=trial)

@@ -321,3 +321,55 @@ def test_the_own_socket_is_for_user_and_group_and_replaces_a_leftover(house: Hou
     house.open()
     assert stat.S_IMODE((house.home / "agent.sock").stat().st_mode) == 0o660
     assert house.ask("GET", "/livez", own=True).status == 200
+
+
+def test_case_062_the_worker_sees_neither_key_nor_query_nor_foreign_headers(house: House) -> None:
+    _, key = house.keys.new("")
+    seen: list[bytes] = []
+    with socket.socket(socket.AF_UNIX) as worker:
+        worker.bind(str(house.home / "worker.sock"))
+        worker.listen()
+
+        def answer_once() -> None:
+            connection, _ = worker.accept()
+            with connection:
+                while b"the-body" not in b"".join(seen):
+                    seen.append(connection.recv(65536))
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Type: application/json\r\nX-Inside: 1\r\n"
+                                   b"Set-Cookie: a=b\r\n\r\n{}")
+
+        threading.Thread(target=answer_once).start()
+        house.open()
+        answer = house.ask("POST", f"/v1/completions?api_key={key}", b'"the-body"', Authorization=f"Bearer {key}",
+                           Cookie=f"key={key}", X_Request_Id="abc", X_Forwarded_For="1.2.3.4", Accept="application/json")
+    assert answer.status == 200
+    assert {"X-Inside", "Set-Cookie"}.isdisjoint(answer.headers)
+    head, _, body = b"".join(seen).partition(b"\r\n\r\n")
+    assert body == b'"the-body"'
+    assert key.encode() not in head
+    lines = head.decode().split("\r\n")
+    assert lines[0] == "POST /v1/completions HTTP/1.1"
+    names = {line.partition(":")[0].lower() for line in lines[1:]}
+    assert names <= {"host", "content-type", "accept", "x-request-id", "content-length", "accept-encoding", "user-agent"}
+    assert "x-request-id: abc" in head.decode().lower()
+
+
+@pytest.mark.parametrize("sent", [
+    b"\x00" * 1000, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n",
+    b"GET http://[::1 HTTP/1.1\r\n\r\n", b"CONNECT example:443 HTTP/1.1\r\nHost: example\r\n\r\n", b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nxx",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    b"GET /livez HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n", b"GET /" + b"a" * 100_000,
+    b"GET /%ff%00%2e%2e/ HTTP/1.1\r\nHost: localhost\r\n\r\n", "GET /v1/modèles HTTP/1.1\r\nHost: localhost\r\n\r\n".encode(),
+    b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n" * 200,
+])
+def test_garbage_is_survived(house: House, sent: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+    house.open()
+    with socket.create_connection(("127.0.0.1", house.port), timeout=5) as client:
+        client.sendall(sent)
+        client.shutdown(socket.SHUT_WR)
+        answer = client.recv(65536)
+    assert not answer or answer.startswith(b"HTTP/1.")
+    assert b"500" not in answer[:20]
+    assert house.ask("GET", "/livez").status == 200
+    assert "Traceback" not in capfd.readouterr().err

@@ -70,7 +70,7 @@ def test_listening_is_not_ready(agent: Agent, fake: str) -> None:
         ("hang", "hang", "its engine does not run", "full"),
         ("error", "hang", "the worker answered status 500", "full"),
         ("garbage", "hang", "the worker's answer is not a completion", "full"),
-        ("dumb", "hang", "the worker generated 0 of 1 tokens", "full"),
+        ("dumb", "hang", "the worker generated 0 of", "full"),
     ],
 )
 def test_a_worker_that_fails_once_is_named_and_replaced(agent: Agent, behaviour: str, fault: str | None, says: str, rung: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -75,6 +76,20 @@ def test_models_are_listed_by_store_name_and_alias(client: openai.OpenAI) -> Non
 def test_an_over_long_prompt_is_an_error_never_cut(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model="default", prompt="word " * 9000, max_tokens=1)
+
+
+def test_case_073_the_engine_holds_what_the_plan_says(served: Served) -> None:
+    """The engine's own figure for its cache within 5 %, and its memory no more than planned by more than 10 %."""
+    plan = json.loads(served.applianctl("plan", "--json").stdout)
+    log = (served.home / "state" / "worker.log").read_text()
+    found = re.search(r"KV cache size: ([\d,]+) tokens, Maximum concurrency for ([\d,]+) tokens", log)
+    assert found
+    tokens, context = (int(number.replace(",", "")) for number in found.groups())
+    assert context == plan["rungs"][0]["context"]
+    a_token = plan["rungs"][0]["kv_bytes"] / tokens
+    assert a_token == pytest.approx(2 * 30 * 3 * 64 * 2, rel=0.05)
+    memory = json.loads(served.applianctl("status", "--json").stdout)["memory_bytes"]
+    assert memory <= 1.1 * plan["peak_bytes"]
 
 
 def test_many_rows_prompt_logprobs_agree_with_the_reference(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.configfile import HEADER, edited, set_keys, value_of
@@ -160,6 +160,7 @@ KEYS = st.sampled_from([
 ])
 
 
+@settings(deadline=None)
 @given(st.lists(KEYS.flatmap(lambda entry: st.tuples(st.just(entry[0]), st.sampled_from(entry[1]))), max_size=6))
 def test_any_changes_one_after_the_other_mean_what_they_say(changes: list[tuple[str, Any]]) -> None:
     text = TEXT

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from appliance.faults import EVERY, MEANINGS, Fault, fault
 from appliance.record import Record
@@ -105,3 +107,26 @@ def test_a_healthy_time_forgets_the_counts_and_not_the_rung(tmp_path: Path) -> N
         record.take(step, named("crash"), now=NOW)
     assert step.action == "retry"
     assert step.rung == record.rung.id == "aten"
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(sorted(MEANINGS)), st.sampled_from([0.0, 0.0, 0.0, 5.0, HEALTHY_S])), max_size=80))
+def test_whatever_happens_a_rung_is_entered_once_and_the_waits_grow(faults: list[tuple[str, float]]) -> None:
+    record, now, entered, quick = Record(path=Path("/dev/null/record.json")), NOW, [], 0
+    record.enter("here", ladder=LADDER, now=now)
+    for name, answered_s in faults:
+        what = named(name)
+        record.note_fault(what, now=now, answered_s=answered_s)
+        step = next_step(record.past(), what, now=now, ladder=LADDER, on_trial=False, good_available=False)
+        assert step.rung in LADDER
+        if step.action == "step-down":
+            entered.append(step.rung)
+        elif step.action == "retry" and what.kind == "transient" and step.delay_s < 60:
+            quick += 1
+        if answered_s >= HEALTHY_S:
+            quick = 0
+        assert quick <= 6 + len(MEANINGS), "only a healthy time makes the waits short again"
+        record.take(step, what, now=now)
+        now += step.delay_s
+    assert len(entered) == len(set(entered))
+    assert "full" not in entered

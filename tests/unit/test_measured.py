@@ -1,0 +1,282 @@
+"""What was measured: its text, when it is stale, and what follows from it for a plan. Trials as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from appliance import measured, tuning
+from appliance.budget import GIB
+from appliance.facts import Core, CpuQuota, KernelTrial, NumaNode, TopologyFacts
+from appliance.measured import BANDWIDTH, CANARY, SERVED, WEIGHTS, Record, Trial, figure
+from appliance.plan import Plan, make_plan
+from appliance.probe.host import read_host
+from appliance.settings import Cpu, Settings
+from appliance.threads import candidates, choose_threads
+from appliance.tune import charts
+from tests.unit import golden_plans
+from tests.unit.golden_plans import HOSTS, PLACES, with_ceiling
+
+MODEL = golden_plans.models()["smollm2"]
+HOST = with_ceiling(read_host(HOSTS / "no-smt-16"), 16 * GIB)
+
+
+def trial(kind: str, settings: dict[str, Any], *, failure: str = "", at: float = 1.0, disturbed: float = 0.0,
+          **figures: float) -> Trial:
+    names = {"tok": "tok/s", "prompt": "prompt tok/s", "gb": "GB/s", "four": "4 streams tok/s", "r8": "8 rows tok/s", "r64": "64 rows tok/s"}
+    return Trial(kind=kind, settings=settings, model="" if kind in (BANDWIDTH, CANARY) else MODEL.digest, failure=failure, at=at,
+                 figures={names[name]: figure([value * 0.99, value, value * 1.01]) for name, value in figures.items()},
+                 notes={"disturbed": disturbed} if disturbed else {})
+
+
+def threads(count: int, tok: float, prompt: float = 100.0, **more: Any) -> Trial:
+    cpus = {"cpus": more.pop("cpus")} if "cpus" in more else {}
+    return trial(WEIGHTS, {"threads": count, "kernel": "native", "variant": "", "route": "own", **cpus}, tok=tok, prompt=prompt, **more)
+
+
+def record(*trials: Trial, stale: tuple[str, ...] = ()) -> Record:
+    return Record(fingerprint="f" * 12, inputs={"kernel": "6.1.0"}, trials=trials, stale=stale)
+
+
+def planned(found: Record | None, host: Any = HOST, kernel_trial: KernelTrial | None = None, **settings: Any) -> Plan:
+    return make_plan(host, MODEL, Settings(**settings), PLACES, measured=found, trial=kernel_trial)
+
+
+def chosen(plan: Plan, name: str) -> Any:
+    return next((choice for choice in plan.choices if choice.name == name), None)
+
+
+# ---- values ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_survives_its_text() -> None:
+    whole = record(threads(6, 41.2), trial(CANARY, {"threads": 2}, failure="SIGILL: unsafe here"), threads(4, 3, disturbed=0.4))
+    assert measured.read(measured.write(whole)) == whole
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"schema": 2}', '{"schema": 1, "trials": 7}', "{" * 9999])
+def test_a_text_that_is_no_record_is_none(text: str) -> None:
+    assert measured.read(text) is None
+
+
+def test_a_later_trial_of_the_same_replaces_the_earlier() -> None:
+    twice = record(threads(6, 40), threads(8, 30)).having(threads(6, 41))
+    assert [t.median("tok/s") for t in twice.trials] == [30, 41]
+
+
+@pytest.mark.parametrize(("values", "want"), [([3.0, 1.0, 2.0], (2.0, 1.0, 3.0, 3)), ([4.0, 2.0], (3.0, 2.0, 4.0, 2)), ([5.0], (5.0, 5.0, 5.0, 1))])
+def test_a_figure(values: list[float], want: tuple[float, float, float, int]) -> None:
+    assert dataclasses.astuple(figure(values)) == want
+
+
+INPUTS = {
+    "CPU": lambda h: dataclasses.replace(h, cpu=dataclasses.replace(h.cpu, model_name="another")),
+    "kernel": lambda h: dataclasses.replace(h, software=dataclasses.replace(h.software, kernel="9.9")),
+    "CPU quota": lambda h: dataclasses.replace(h, topology=dataclasses.replace(h.topology, quota=CpuQuota(cpus=3.5, source="cpu.max"))),
+    "CPUs": lambda h: dataclasses.replace(h, topology=dataclasses.replace(h.topology, allowed=(0, 1, 2))),
+    "memory limit": lambda h: dataclasses.replace(h, memory=dataclasses.replace(h.memory, limits=(*h.memory.limits, measured_limit()))),
+    "version of torch": lambda h: dataclasses.replace(h, software=dataclasses.replace(h.software, versions={"torch": "9.9"})),
+}
+
+
+def measured_limit() -> Any:
+    from appliance.facts import MemoryLimit
+
+    return MemoryLimit(bytes=GIB, source="memory.max", soft=False)
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_what_figures_depend_on_makes_them_stale(name: str) -> None:
+    before, now = (measured.inputs(host, microcode="0x1") for host in (HOST, INPUTS[name](HOST)))
+    assert measured.changes(before, now) == (f"{name} was {before.get(name, 'none')}, is {now[name]}",)
+
+
+def test_microcode_makes_them_stale_and_free_memory_does_not() -> None:
+    before = measured.inputs(HOST, microcode="0x1")
+    assert measured.changes(before, measured.inputs(HOST, microcode="0x2")) == ("microcode was 0x1, is 0x2",)
+    less = dataclasses.replace(HOST, memory=dataclasses.replace(HOST.memory, available_bytes=1, used_bytes=1))
+    assert measured.changes(before, measured.inputs(less, microcode="0x1")) == ()
+
+
+# ---- threads --------------------------------------------------------------------------------------------------------
+
+THREADS = [  # name, trials, expected count
+    ("nothing measured: the rule", [], 16),
+    ("one figure compares nothing", [threads(4, 50)], 16),
+    ("the fastest", [threads(8, 33), threads(6, 41.2), threads(4, 30), threads(16, 20)], 6),
+    ("within noise the fewest threads", [threads(16, 41.5), threads(8, 41.0), threads(4, 30)], 8),
+    ("within noise the faster prompt", [threads(16, 41.5, 900), threads(8, 41.0, 500), threads(4, 30, 300)], 16),
+    ("a disturbed figure decides nothing", [threads(4, 99, disturbed=0.5), threads(6, 41), threads(8, 33)], 6),
+    ("a failed one decides nothing", [threads(16, 99, failure="it hung"), threads(6, 41), threads(8, 33)], 6),
+    ("all failed: the rule", [threads(16, 0, failure="it hung"), threads(8, 0, failure="it hung")], 16),
+]
+
+
+@pytest.mark.parametrize(("name", "trials", "count"), THREADS, ids=[case[0] for case in THREADS])
+def test_threads_by_measurement(name: str, trials: list[Trial], count: int) -> None:
+    plan = planned(record(*trials))
+    assert plan.full.threads == count
+    assert plan.full.env["OMP_NUM_THREADS"] == str(count)
+
+
+def test_the_plan_cites_what_was_measured() -> None:
+    choice = chosen(planned(record(threads(8, 33), threads(6, 41.2))), "threads")
+    assert choice.evidence == "measured: 6 threads 41.2 tok/s, 8 threads 33.0 tok/s"
+    assert choice.reason == "fastest of those measured; the rule of thumb says 16"
+
+
+def test_stale_figures_decide_nothing_and_are_named() -> None:
+    plan = planned(record(threads(8, 33), threads(6, 41.2), stale=("kernel was 6.1, is 6.2",)))
+    assert plan.full.threads == 16
+    assert chosen(plan, "measurements").reason == "kernel was 6.1, is 6.2"
+    assert not any("measured" in choice.evidence for choice in plan.choices)
+
+
+def test_figures_of_another_model_decide_nothing() -> None:
+    other = tuple(dataclasses.replace(t, model="0" * 64) for t in (threads(8, 33), threads(6, 41.2)))
+    assert planned(record(*other)).full.threads == 16
+
+
+def test_the_operator_and_the_quota_win() -> None:
+    found = record(threads(8, 33), threads(6, 41.2), threads(2, 20))
+    assert planned(found, cpu=Cpu(threads=3)).full.threads == 3
+    quota = dataclasses.replace(HOST.topology, quota=CpuQuota(cpus=4, source="cpu.max"))
+    trials = tuning.thread_trials(record(threads(8, 33), threads(6, 41.2), threads(2, 20), threads(4, 25)), MODEL.digest, "native")
+    assert choose_threads(quota, Settings(), trials).count == 4
+
+
+def test_whole_workers_outweigh_their_linears() -> None:
+    base = {"batch_tokens": 512, "block": 32, "compile": False, "kernel": "native"}
+    served = [trial(SERVED, {**base, "threads": count}, tok=tok, prompt=100, four=50) for count, tok in ((6, 30.0), (8, 36.0))]
+    plan = planned(record(threads(8, 33), threads(6, 41.2), *served))
+    assert (plan.full.threads, chosen(plan, "threads").evidence) == (8, "measured: 6 threads 30.0 tok/s, 8 threads 36.0 tok/s")
+
+
+TOPOLOGIES = [  # name, cores as (cpus, kind, node), quota, candidates
+    ("flat", [((i,), None, 0) for i in range(8)], None, [(8, None), (7, None), (6, None), (4, None), (2, None), (1, None)]),
+    ("SMT", [((i, i + 4), None, 0) for i in range(4)], None, [(4, None), (3, None), (2, None), (1, None), (8, None)]),
+    ("quota", [((i,), None, 0) for i in range(8)], 4.0, [(4, None), (3, None), (2, None), (1, None)]),
+    ("hybrid", [((0, 1), "performance", 0), ((2, 3), "performance", 0), ((4,), "efficiency", 0), ((5,), "efficiency", 0)], None,
+     [(2, (0, 1, 2, 3)), (1, (0, 1, 2, 3)), (4, (0, 1, 2, 3)), (4, None)]),
+    ("two nodes", [((0,), None, 0), ((1,), None, 0), ((2,), None, 1), ((3,), None, 1)], None, [(2, (0, 1)), (1, (0, 1)), (4, None)]),
+    ("one core", [((0,), None, 0)], None, [(1, None)]),
+]
+
+
+def topology(cores: list[Any], quota: float | None) -> TopologyFacts:
+    cpus = tuple(sorted(cpu for core in cores for cpu in core[0]))
+    nodes = sorted({core[2] for core in cores})
+    return TopologyFacts(online=cpus, allowed=cpus, cores=tuple(Core(cpus=c, kind=kind, node=node) for c, kind, node in cores),
+                         smt=any(len(core[0]) > 1 for core in cores), nodes=tuple(NumaNode(node=n, cpus=cpus, memory_bytes=GIB) for n in nodes),
+                         quota=CpuQuota(cpus=quota, source="cpu.max") if quota else None)
+
+
+@pytest.mark.parametrize(("name", "cores", "quota", "want"), TOPOLOGIES, ids=[case[0] for case in TOPOLOGIES])
+def test_candidates(name: str, cores: list[Any], quota: float | None, want: list[Any]) -> None:
+    assert list(candidates(topology(cores, quota))) == want
+
+
+def test_a_measured_placement_confines_the_worker_and_another_does_not() -> None:
+    hybrid = topology(TOPOLOGIES[3][1], None)
+    on_p, everywhere = threads(2, 40, cpus="0-3"), threads(4, 30)
+    assert choose_threads(hybrid, Settings(), (on_p, everywhere)).cpus == (0, 1, 2, 3)
+    assert choose_threads(hybrid, Settings(), (on_p, threads(4, 60))).cpus is None
+    assert choose_threads(hybrid, Settings(), (on_p, threads(4, 60))).count == 4
+
+
+# ---- the rest of the plan -------------------------------------------------------------------------------------------
+
+
+def variant(name: str, tok: float, prompt: float = 100, **more: Any) -> Trial:
+    return trial(WEIGHTS, {"threads": 16, "kernel": "native", "variant": name, "route": "own"}, tok=tok, prompt=prompt, **more)
+
+
+VARIANTS = [  # name, trials, self-test's left out, forced variant ("" = the kernel's own choice)
+    ("the preferred is as fast", [variant("avx512-vnni", 40), variant("avx512", 40.5), variant("avx2", 30)], (), ""),
+    ("a lower one is faster", [variant("avx512-vnni", 30), variant("avx2", 40)], (), "avx2"),
+    ("as fast at one row, faster at prompts", [variant("avx512-vnni", 40, 50), variant("avx2", 40, 100)], (), "avx2"),
+    ("one that died", [variant("avx512-vnni", 0, failure="SIGILL: unsafe here"), variant("avx512", 50), variant("avx2", 40)], (), ""),
+    ("one that its self-test left out", [variant("avx512-vnni", 30), variant("avx512", 30), variant("avx2", 40)], ("avx2: wrong results",), ""),
+    ("one alone", [variant("avx2", 40)], (), ""),
+]
+
+
+@pytest.mark.parametrize(("name", "trials", "left_out", "want"), VARIANTS, ids=[case[0] for case in VARIANTS])
+def test_instruction_sets(name: str, trials: list[Trial], left_out: tuple[str, ...], want: str) -> None:
+    plan = planned(record(*trials), kernel_trial=KernelTrial(variant="avx512-vnni", left_out=left_out))
+    assert plan.full.env.get("APPLIANCE_KERNEL", "") == want
+    assert "APPLIANCE_KERNEL" not in planned(record(*trials, stale=("x",))).full.env
+    assert planned(record(*trials), kernel="avx512").full.env["APPLIANCE_KERNEL"] == "avx512"
+
+
+def worker(tok: float, prompt: float = 100, four: float = 100, **settings: Any) -> Trial:
+    base = {"threads": 16, "batch_tokens": 512, "block": 32, "compile": False, "kernel": "native"}
+    return trial(SERVED, {**base, **settings}, tok=tok, prompt=prompt, four=four)
+
+
+def test_batch_and_block_leave_their_defaults_only_for_something_clearly_faster() -> None:
+    near = record(worker(40), worker(40.5, batch_tokens=1024), worker(41, block=64))
+    plan = planned(near)
+    assert (flag(plan, "--max-num-batched-tokens"), flag(plan, "--block-size")) == ("512", "32")
+    assert chosen(plan, "batch tokens").evidence.startswith("measured: 512: 40.0 tok/s")
+    far = record(worker(40), worker(40, 200, batch_tokens=1024), worker(50, block=64))
+    plan = planned(far)
+    assert (flag(plan, "--max-num-batched-tokens"), flag(plan, "--block-size")) == ("1024", "64")
+    assert plan.full.kv_bytes % 64 == 0
+
+
+def flag(plan: Plan, name: str) -> str:
+    return plan.full.argv[plan.full.argv.index(name) + 1]
+
+
+def test_a_measured_batch_never_costs_context() -> None:
+    far = record(worker(40), worker(40, 400, batch_tokens=2048))
+    for ceiling in (2, 3, 4, 16):
+        host = with_ceiling(HOST, ceiling * GIB)
+        with_it, without = planned(far, host), planned(None, host)
+        if without.refused is None:
+            assert with_it.full.context == without.full.context
+
+
+def aten(route: str, **figures: float) -> Trial:
+    return trial(WEIGHTS, {"threads": 16, "kernel": "aten", "variant": "", "route": route}, **figures)
+
+
+CANARIES = [  # name, trials, threshold
+    ("nothing known", [], 2),
+    ("faster, but no canary", [aten("own", tok=40, r8=20, prompt=90), aten("int4", tok=40, r8=200, prompt=80)], 2),
+    ("canary died", [trial(CANARY, {}, failure="SIGILL: unsafe here"), aten("own", tok=40, r8=20), aten("int4", tok=40, r8=200)], 2),
+    ("canary passed, faster up to 64 rows", [trial(CANARY, {}), aten("own", tok=40, r8=20, r64=100, prompt=300),
+                                              aten("int4", tok=40, r8=200, r64=150, prompt=200)], 65),
+    ("canary passed, but slower", [trial(CANARY, {}), aten("own", tok=40, r8=20), aten("int4", tok=40, r8=10)], 2),
+]
+
+
+@pytest.mark.parametrize(("name", "trials", "want"), CANARIES, ids=[case[0] for case in CANARIES])
+def test_case_003_only_a_canary_lifts_the_safety_rule(name: str, trials: list[Trial], want: int) -> None:
+    plan = planned(record(*trials), kernel="aten")
+    assert plan.full.quantization["dequant_threshold"] == want
+    assert {rung.quantization["dequant_threshold"] for rung in plan.rungs[1:]} == {2}
+    assert planned(record(*trials, stale=("x",)), kernel="aten").full.quantization["dequant_threshold"] == 2
+    assert {rung.quantization["dequant_threshold"] for rung in planned(record(*trials)).rungs} == {2}
+
+
+def test_charts_say_how_near_the_memory_is() -> None:
+    reads = [trial(BANDWIDTH, {"threads": count}, gb=gb) for count, gb in ((1, 10), (2, 20), (4, 20.2))]
+    found = record(*reads, threads(2, 100, 1000), threads(4, 101, 900))
+    size = charts.bytes_per_token(MODEL)
+    points = charts.roofline(found, MODEL)
+    assert [point.rows for point in points] == [1, 256]
+    assert points[0].share == pytest.approx(101 * size / 20e9)
+    said = list(charts.lines(found, MODEL))
+    assert any("2 threads" in line and "20.0 GB/s" in line for line in said)
+    assert chosen(planned(found), "read bandwidth").value == "20.0 GB/s"
+    assert json.loads(json.dumps(said)) == said
+
+
+def test_a_record_without_figures_draws_nothing() -> None:
+    assert list(charts.lines(record(), MODEL)) == []
+    assert charts.roofline(record(threads(2, 100)), MODEL) == []
