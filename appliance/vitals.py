@@ -6,6 +6,7 @@
 | no answer for longer, but tokens, cache use or relayed bytes moved since, and the engine takes CPU time | busy |
 | the API answers with an error `ERRORS_ALLOWED` times in a row, nothing moves | hung: only errors |
 | no answer within `patience_s`, and the engine took no CPU time for as long | hung: frozen |
+| no answer within `patience_s`, and its API process said nothing for API_SILENT_S | hung, whatever the engine does |
 | no answer within HELD_S, nothing moves, and memory.high slowed it down meanwhile | hung: held at its memory limit |
 | no answer yet, its deadline has not passed | well |
 | past its deadline, only CPU time moves, for less than `STALL_S` | busy: one long step is legal |
@@ -21,6 +22,8 @@ from dataclasses import dataclass
 ERRORS_ALLOWED = 3
 HELD_S = 20.0
 """Slowed down for memory and no answer for so long: waiting does not help."""
+API_SILENT_S = 10.0
+"""The API process tells its counters in milliseconds however busy the engine is; on a starved machine in seconds."""
 STALL_S = 300.0
 """Longest legal step: vLLM's own limit for one is the same."""
 FRESH_PROBES = 4
@@ -34,7 +37,7 @@ FIRST_DEADLINE_S = 300.0
 class Signs:
     """`probe_began`: the probe in flight or the last one that failed, None when the last one was answered.
     `moved`: when tokens, cache use or bytes to users last moved; `cpu_moved`: when the engine last took CPU time;
-    `held`: when the kernel last slowed it down for memory."""
+    `held`: when the kernel last slowed it down for memory; `heard`: when its API process last said anything."""
 
     now: float
     probe_s: float
@@ -46,6 +49,7 @@ class Signs:
     moved: float
     cpu_moved: float
     held: float = float("-inf")
+    heard: float = float("inf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +77,8 @@ def verdict(signs: Signs) -> Verdict:
         return Verdict(word="hung", sentence=f"{signs.probe_failures} probes failed: {why}")
     if waiting_s > patience_s and signs.now - signs.cpu_moved >= patience_s:
         return Verdict(word="hung", sentence=f"{why}, and its engine does not run")
+    if waiting_s > max(patience_s, API_SILENT_S) and signs.now - max(signs.heard, began) >= API_SILENT_S:
+        return Verdict(word="hung", sentence=f"{why}, and its API process says nothing at all")
     if waiting_s > HELD_S and signs.held > began:
         return Verdict(word="hung", cause="memory-stall", sentence=f"{why}; the kernel holds it at its memory limit")
     if waiting_s <= signs.probe_deadline_s:

@@ -27,8 +27,8 @@ SAMPLE_S = 10.0
 SUSPICIOUS_SAMPLE_S = 1.0
 SUSPECT_S = 3.0
 """Requests in work and nothing moved for so long: ask, whatever the interval."""
-CPU_SHARE = 0.01
-"""Less of one core than this is not computing: a clock that ticks, a counter that is read."""
+CPU_SHARE = 0.03
+"""Less of one core than this is not computing: vLLM's idle engine takes one part in a hundred."""
 
 LEAST_SPEED_TOKENS, SPEED_TOKENS, SPEED_TRIES = 4, 48, 3
 
@@ -99,6 +99,7 @@ class Life:
     _tree_moved: float = 0.0
     _engine_moved: float = 0.0
     _held: float = float("-inf")
+    _heard: float = 0.0
     _slowed: int | None = None
     _speeds: list[float] = field(default_factory=list)
     _bytes: int = 0
@@ -167,7 +168,7 @@ class Life:
         found = vitals.verdict(Signs(
             now=now, probe_s=self.probe_s, answered=self.answered, probe_began=self._probe_began,
             probe_deadline_s=self.deadline_s, probe_failures=self.probe_failures, probe_failure=self.probe_failure,
-            moved=self.moved, cpu_moved=self._engine_moved, held=self._held))
+            moved=self.moved, cpu_moved=self._engine_moved, held=self._held, heard=self._heard))
         self.sentence_of_trouble = found.sentence
         if found.word == "hung":
             self.hang(found.cause, found.sentence)
@@ -216,7 +217,7 @@ class Life:
         """Notice what moves: bytes and answers to users, the engine's counters, CPU time."""
         traffic = self.traffic()
         if traffic.chunks_total != self._bytes:
-            self._bytes, self.moved = traffic.chunks_total, now
+            self._bytes, self.moved, self._heard = traffic.chunks_total, now, now
         if traffic.answered_total != self._answered_users:
             self._answered_users = traffic.answered_total
             if self.answered is not None:
@@ -237,6 +238,7 @@ class Life:
         if self._sample is not None and self._sample.done:
             found = self._sample.result
             if found is not None:
+                self._heard = now
                 self._compare(now, found)
             self._sample = None
         suspicious = self._probe is not None and now - self._probe.began > min(2.0, self.probe_s)

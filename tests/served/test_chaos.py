@@ -17,7 +17,7 @@ from tests.process.clients import Users, ask
 from tests.served.conftest import Served, serve
 
 pytestmark = [pytest.mark.served, pytest.mark.heavy]
-PROBE_S = 5.0
+PROBE_S = 8.0
 REQUEST_S = 90.0
 FAULTS = ("kill api", "kill engine", "segv engine", "term api", "stop engine", "stop api", "kill all", "bus engine")
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "segv": signal.SIGSEGV, "bus": signal.SIGBUS}
@@ -68,7 +68,7 @@ def test_ten_faults_in_a_row_with_clients(tmp_path: Path) -> None:
                 assert members(old["worker_pid"]) == []
                 if fault.startswith("stop"):
                     assert seen["restarts"][-1]["fault"] == "hang"
-                    assert seen_s < 2 * PROBE_S + 1.5
+                    assert seen_s < 2 * PROBE_S + 4
             time.sleep(5)
             grown = pss(agent) - before
         print(dict(users.outcomes), f"slowest {max(users.seconds):.1f} s; the agent grew by {grown / 2**20:.1f} MiB to {pss(agent) / 2**20:.1f} MiB")

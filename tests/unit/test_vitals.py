@@ -27,7 +27,8 @@ def test_verdict(case: dict[str, Any]) -> None:
     found = verdict(Signs(
         now=NOW, probe_s=15, answered=ago(case, "answered", None), probe_began=ago(case, "probe", None),
         probe_deadline_s=case.get("deadline", 5), probe_failures=case.get("failures", 0),
-        probe_failure=case.get("failure", ""), moved=moved, cpu_moved=cpu, held=NOW - case.get("held", 1e9)))
+        probe_failure=case.get("failure", ""), moved=moved, cpu_moved=cpu, held=NOW - case.get("held", 1e9),
+        heard=NOW - case.get("heard", 0)))
     assert found.word == case["word"], found
     assert case.get("says", "") in found.sentence
 

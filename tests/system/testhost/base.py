@@ -19,7 +19,7 @@ BASE, HOSTS, LAYERS, KEY = TOP / "base", TOP / "hosts", TOP / "layers", TOP / "i
 PACKAGES = (
     "systemd,systemd-sysv,dbus,libpam-systemd,libnss-systemd,python3,python3-venv,iproute2,openssh-server,nftables,"
     "ca-certificates,curl,procps,adduser,less,e2fsprogs,netbase,kmod,util-linux,libnuma1,libgomp1,python3-pip,"
-    "python3-click,python3-psutil,python3-yaml,python3-aiohttp,python3-ruamel.yaml"
+    "python3-click,python3-psutil,python3-yaml,python3-aiohttp"
 )
 VERSION = f"{zlib.crc32(PACKAGES.encode()):08x}"
 STAMP = BASE / f".testhost-{VERSION}"
