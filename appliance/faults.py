@@ -268,7 +268,7 @@ def last_telling_line(log: Sequence[str]) -> str:
     """The last line that looks like an exception's message, without vLLM's prefixes; empty when there is none."""
     for line in reversed(log):
         bare = re.sub(r"^(\(\w+ pid=\d+\) )?((ERROR|CRITICAL) [\d-]+ [\d:]+ (\[[^\]]*\] )?)?", "", line).strip()
-        consequence = re.search("Engine core initialization failed|EngineDeadError", bare)
+        consequence = re.search("Engine core initialization failed|EngineDeadError|^Error in .* generator", bare)
         if re.match(r"[\w.]*(Error|Exception|Exit)\b.{4,}", bare) and not consequence:
             return bare[:300]
     return ""

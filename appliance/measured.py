@@ -184,7 +184,8 @@ def cite(trials: Iterable[Trial], name: str, unit: str, setting: str = "threads"
     said = []
     for trial in trials:
         value = trial.failure or (f"{trial.median(name):.1f} {unit}" if trial.median(name) else "disturbed")
-        what = f"{trial.settings.get(setting)} threads" if setting == "threads" else str(trial.settings.get(setting))
+        what = str(trial.settings.get(setting))
+        what += "" if setting != "threads" else " thread" if what == "1" else " threads"
         where = f" on CPUs {trial.settings['cpus']}" if trial.settings.get("cpus") else ""
         said.append(f"{what}{where} {value}")
     return "measured: " + ", ".join(said)

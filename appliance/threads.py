@@ -66,6 +66,8 @@ def _by_measure(topology: TopologyFacts, rule: ThreadChoice, tried: Sequence[Tri
     if not equal:
         return None
     prompts = max(trial.median(PREFILL_TOK_S) for trial in equal)
+    if not prompts:  # of equals the most threads: prompts, which compute, were not measured and want them
+        equal.reverse()
     chosen = next(trial for trial in equal if trial.median(PREFILL_TOK_S) >= prompts * (1 - SAME))
     count, cpus = int(chosen.settings["threads"]), chosen.settings.get("cpus")
     reason = "fastest of those measured" + ("" if count == rule.count else f"; the rule of thumb says {rule.count}")

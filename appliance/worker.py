@@ -110,7 +110,11 @@ def serve(argv: list[str]) -> None:
     gc.enable()
     print(f"vLLM is patched: {', '.join(patches.apply(engine))}", flush=True)
     sys.argv = ["vllm", *argv]
-    vllm_main()
+    try:
+        vllm_main()
+    finally:
+        if engine is not None:
+            _ = engine.exitcode  # asking says in the log how a dead engine ended; vLLM does not always ask
 
 
 def main(argv: list[str]) -> int:

@@ -22,6 +22,7 @@ PHASES = {
     "waiting": "waiting: another process adds the same model",
     "preparing": "laying the weights out for the kernels",
     "reading": "reading the source",
+    "measuring": "measuring this host",
     "quantizing": "quantizing",
     "writing": "writing the last files",
     "storing": "checking and storing",

@@ -85,15 +85,25 @@ class WorkerTree:
         end = data.rfind(b"\n") + 1
         self._offset += end
         if self._offset > LOG_BYTES:
-            self._cut_log(data[:end])
+            data = data[:end] + self._cut_log(data[:end])
+            end = data.rfind(b"\n") + 1
         return data[:end].decode("utf-8", "replace").splitlines()
 
-    def _cut_log(self, last: bytes) -> None:
-        """Keep the last words in `worker.log.1` and empty the log, which the worker goes on appending to."""
+    def _cut_log(self, last: bytes) -> bytes:
+        """Keep the last words in `worker.log.1` and empty the log, which the worker goes on appending to; returns what
+        it wrote meanwhile."""
+        rest = b""
         with contextlib.suppress(OSError):
-            self.command.log.with_suffix(".log.1").write_bytes(last)
-            os.truncate(self.command.log, 0)
+            kept = self.command.log.with_suffix(".log.1")
+            kept.write_bytes(last)
+            with open(self.command.log, "r+b") as log:
+                log.seek(self._offset)
+                rest = log.read(LOG_READ_BYTES)
+                log.truncate(0)
             self._offset = 0
+            with open(kept, "ab") as more:
+                more.write(rest)
+        return rest
 
     def members(self, now: float | None = None) -> list[psutil.Process]:
         """The living processes of the tree; with `now` (monotonic) as found within the last SCAN_S, or sooner in a

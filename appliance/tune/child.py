@@ -86,7 +86,7 @@ def cause(error: ApplianceError) -> str:
     if isinstance(error, ConfigError) and "the worker's" in error.what:
         raise error
     if "said nothing" in error.what:
-        return "it hung"
+        return error.what.replace("the job", "it")
     return error.line.removeprefix("the job died: ")[:200]
 
 

@@ -23,6 +23,8 @@ from appliance.tune.subject import Subject, read_subject
 BUDGET_S = 10.0
 EACH_S = 0.15
 QUIET_S = 1.0
+PROMPTS_BYTES = 256 << 20
+"""Prompts of a model with more weights take too long for a start."""
 
 
 def measure(parsed: Parsed, directories: Directories, worker_python: str, *, env: Mapping[str, str],
@@ -61,7 +63,7 @@ def _measured(subject: Subject, record: Record, worker_python: str, env: Mapping
         record = record.having(trial)
 
     wanted = [*(() if record.of(BANDWIDTH) else orders.bandwidth(subject, budget_s=EACH_S)),
-              *orders.threads(subject, budget_s=EACH_S)]
+              *orders.threads(subject, budget_s=EACH_S, prompts=subject.model.linear_bytes <= PROMPTS_BYTES)]
     failure = ""
     for order, trial in wanted:
         if time.monotonic() - began < BUDGET_S:

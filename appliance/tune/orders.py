@@ -41,10 +41,11 @@ def bandwidth(subject: Subject, *, budget_s: float) -> Iterator[Ordered]:
                 "cpus": cpus}, Trial(kind=BANDWIDTH, settings=_cpus(cpus), figures={}))
 
 
-def threads(subject: Subject, *, budget_s: float) -> Iterator[Ordered]:
+def threads(subject: Subject, *, budget_s: float, prompts: bool = True) -> Iterator[Ordered]:
     """All linears of the model with different threads, for one row and for a prompt."""
     for cpus, counts in _by_cpus(subject.host):
-        yield from _weights(subject, subject.kernel, cpus, threads=counts, rows=(1, PREFILL_ROWS), budget_s=budget_s)
+        yield from _weights(subject, subject.kernel, cpus, threads=counts, rows=(1, PREFILL_ROWS) if prompts else (1,),
+                            budget_s=budget_s)
 
 
 def variants(subject: Subject, *, full: bool, budget_s: float) -> Iterator[Ordered]:
