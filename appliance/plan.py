@@ -128,7 +128,7 @@ def make_plan(
                       batch=int(batch.value) if batch else BATCHES[0])
     shape = fitting.fit(usable)
     if shape is None:
-        return _refused(host, model, _refusal(fitting, usable, settings), tuple(choices))
+        return _refused(host, model, _refusal(fitting, ceiling, usable, settings), tuple(choices))
     lines = fitting.lines(shape)
     if can_compile and not shape.compile:
         compile_reason, compile_evidence = "the compiler's peak does not fit under the ceiling", "memory arithmetic"
@@ -292,9 +292,14 @@ def _usable(host: HostFacts, ceiling: int | None, settings: Settings) -> int | N
     return max(usable, 0)
 
 
-def _refusal(fitting: Fitting, usable: int, settings: Settings) -> Refusal:
+def _refusal(fitting: Fitting, ceiling_now: int, usable: int, settings: Settings) -> Refusal:
     shape = fitting.smallest()
     need, reserve = fitting.needed_bytes(shape), settings.memory.reserve
+    if need <= ceiling_now - budget.reserve_bytes(ceiling_now, reserve):
+        # Only what others hold at this moment stands against it: a later try may succeed.
+        return Refusal(exit_code=75, what=f"{fitting.model.name} does not fit now",
+                       why=f"{shape.context} tokens of context need {show(need)}, free are {show(usable)} of a ceiling "
+                           f"of {show(ceiling_now)}", do="stop other programs, or use a smaller model")
     ceiling = need + reserve if reserve is not None else max(need * 10 // 9 + 1, need + 128 * budget.MIB)
     return Refusal(exit_code=76, what=f"{fitting.model.name} does not fit",
                    why=f"{shape.context} tokens of context need {show(need)}, usable are {show(usable)}",

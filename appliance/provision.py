@@ -23,7 +23,7 @@ from typing import Any
 from appliance import disk, settings
 from appliance.directories import Directories
 from appliance.errors import ApplianceError, StoreError
-from appliance.jobs import Event
+from appliance.jobs import Event, worker_contract
 from appliance.library import Recipe, add_model, prepare_model
 from appliance.node import refuse_early
 from appliance.report import reporting
@@ -49,7 +49,10 @@ class Order:
 
 
 def provision(order: Order, *, env: Mapping[str, str], on_event: Callable[[Event], None]) -> Mapping[str, Any]:
-    """Make model and layout present. Returns `{digest, cached, seconds, note}`; raises what adding the model raises."""
+    """Make model and layout present. Returns `{digest, cached, seconds, note, versions}`.
+
+    Raises what adding the model raises.
+    """
     began = time.monotonic()
     wanted = settings.from_tree(order.settings, origin="order")
     places = Directories(**{name: Path(path) for name, path in order.directories.items()})
@@ -82,7 +85,8 @@ def provision(order: Order, *, env: Mapping[str, str], on_event: Callable[[Event
     if order.digest is None and not order.repair:  # a start after a fault is not held up
         note += first.measure(parsed, places, order.worker_python, env=env, model_name=order.model, digest=digest,
                               on_event=on_event)
-    return {"digest": digest, "cached": cached, "seconds": time.monotonic() - began, "note": note.rstrip("; ")}
+    return {"digest": digest, "cached": cached, "seconds": time.monotonic() - began, "note": note.rstrip("; "),
+            "versions": worker_contract(order.worker_python, env=env)["versions"]}
 
 
 def check_weights(store: Store, digest: str, name: str) -> str:

@@ -21,16 +21,18 @@ PROGRESS_STEPS = 500
 Event = Callable[[dict[str, Any]], None]
 
 
-def reporting(work: Callable[[Event], Mapping[str, Any]], *, noun: str) -> int:
+def reporting(work: Callable[[Event], Mapping[str, Any]], *, noun: str, spinning: bool = False) -> int:
     """Run `work` with a receiver of events, report its result or error, and return the exit code.
 
-    `noun` names the result in sentences, as in `the checkpoint cannot be written`.
+    `noun` names the result in sentences, as in `the checkpoint cannot be written`. `spinning`: leave it to OpenMP how
+    its threads wait, as a worker does.
     """
     # Libraries print to stdout as they like: keep the real one for events and give them stderr.
     events = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
     # Before torch is loaded: threads that spin while waiting cost a multiple of the work when others use the cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not spinning:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         report = work(_thinned(events))
     except ApplianceError as error:

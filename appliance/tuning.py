@@ -43,7 +43,7 @@ def thread_trials(record: Record | None, model: str, kernel: str) -> tuple[Trial
     if record is None or record.stale:
         return ()
     served = _alternatives(record, model, "threads")
-    if len({trial.settings["threads"] for trial in served}) > 1:
+    if len({trial.settings["threads"] for trial in served if trial.median(TOK_S) > 0}) > 1:
         return served
     return tuple(trial for trial in record.of(WEIGHTS, model) if trial.settings.get("kernel") == kernel
                  and not trial.settings.get("variant") and trial.settings.get("route") == OWN)

@@ -142,7 +142,7 @@ def differences(one: Record, two: Record) -> Iterator[str]:
 
 def gains(record: Record, model: ModelFacts) -> dict[str, Any]:
     """Each whole worker measured against the first of them; empty where fewer than two were."""
-    workers = [trial for trial in record.of(SERVED, model.digest) if not trial.failure]
+    workers = [trial for trial in record.of(SERVED, model.digest) if trial.median(TOK_S) > 0]
     if len(workers) < 2:
         return {}
     names = (TOK_S, PREFILL_TOK_S, STREAMS_TOK_S)

@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
         print("usage: python -m appliance.gauge ORDER", file=sys.stderr)
         return 2
     order = json.loads(argv[0])
-    return reporting(lambda emit: run(order, emit), noun="measurement")
+    return reporting(lambda emit: run(order, emit), noun="measurement", spinning=True)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from appliance.plan import Rung
 from appliance.settings import Parsed
 from appliance.supervisor import folders, leaf
 from appliance.supervisor import worker as worker_process
+from appliance.supervisor.background import Background
 from appliance.supervisor.course import Course
 from appliance.supervisor.life import Life
 from appliance.supervisor.limits import LimitWatch
@@ -67,6 +68,7 @@ class Agent:
         self._after: Callable[[float], None] = self._prepare
         self._until = 0.0
         self._preparation: Preparation | None = None
+        self._planning: Background[Node] | None = None
         self._leaf: leaf.Leaf | None = None
         self._worker: worker_process.WorkerTree | None = None
         self._ending: Ending | None = None
@@ -151,11 +153,20 @@ class Agent:
                 self.say(f"model {self.course.model}: quantized in {result.get('seconds', 0):.0f} s")
             if result.get("note"):
                 self.say(f"model {self.course.model}: {result['note']}")
-            if not self.course.provisioned(str(result.get("digest")), now=time.time()):
-                self._turn = self._prepare  # another configuration was chosen
-                return
-            node, rung = self.course.plan()
-            self._start(node, rung, now)
+            another = not self.course.provisioned(str(result.get("digest")), result.get("versions") or {},
+                                                  now=time.time())
+        except ApplianceError as error:
+            self._handle(of_error(error), answered_s=0.0, now=now)
+            return
+        self._planning = Background(self.course.look, name="plan")
+        self._turn = self._prepare if another else self._planned
+
+    def _planned(self, now: float) -> None:
+        if self._planning is None or not self._planning.done:
+            return
+        try:
+            node = self._planning.take()
+            self._start(node, self.course.enter(node), now)
         except ApplianceError as error:
             self._handle(of_error(error), answered_s=0.0, now=now)
 
@@ -186,30 +197,19 @@ class Agent:
                 self._reloading = False
             self.course.measured(life.speed)
             failed = self.course.judge(life.answered_s(now), time.time())
-            if self.limits.tick(now, idle=self._idle(), outdated=self.course.outdated) or failed:
+            if self.limits.tick(now, idle=not self._requests(), outdated=self.course.outdated) or failed:
                 self._switch(now)
 
-    def _end(self, grace_s: float, after: Callable[[float], None], now: float) -> None:
-        """End the worker, finishing its requests for up to `grace_s`; then go on with `after`."""
-        self._after, self._until = after, now + grace_s
-        self._turn = self._finishing
-
-    def _finishing(self, now: float) -> None:
-        """Requests in work get their time; new ones are refused already."""
-        life = self._life
-        if life is not None:
-            life.tick(now)
-        if self._idle() or now >= self._until or life is None or life.fault is not None:
-            self._kill(STOP_GRACE_S if life is not None and life.fault is None else 0.0, now)
-
-    def _kill(self, grace_s: float, now: float) -> None:
+    def _end(self, after: Callable[[float], None], now: float, *, drain_s: float = 0.0,
+             grace_s: float = STOP_GRACE_S) -> None:
+        """End what is left of the worker, its requests finished for up to `drain_s`; then go on with `after`."""
+        self._after, self._turn = after, self._gone
         if self._worker is not None:
-            self._ending = Ending(self._worker, now=now, grace_s=grace_s)
-        self._turn = self._gone
+            self._ending = Ending(self._worker, self._life, now=now, drain_s=drain_s, grace_s=grace_s)
 
     def _gone(self, now: float) -> None:
         if self._ending is not None:
-            self._ending.tick(now)
+            self._ending.tick(now, requests=self._requests())
             if not self._ending.done:
                 return
         self._ending = self._worker = self._life = None
@@ -234,10 +234,8 @@ class Agent:
         self.snapshot.fault(fault, step)
         if step.action == "stop":
             self.error = fault.exception()
-            self._after = self._finish
-        else:
-            self._after, self._delay_s = self._begin_wait, step.delay_s
-        self._kill(0.0, now)
+        self._delay_s = step.delay_s
+        self._end(self._finish if self.error is not None else self._begin_wait, now, grace_s=0.0)
 
     def _begin_wait(self, now: float) -> None:
         self._until = now + self._delay_s
@@ -313,7 +311,7 @@ class Agent:
             self._preparation.end()
             self._preparation = None
         if self._life is not None and self._turn == self._living:
-            self._end(self.course.settings.drain_s, self._prepare, now)
+            self._end(self._prepare, now, drain_s=self.course.settings.drain_s)
         elif self._worker is not None:
             self._after = self._prepare
         else:
@@ -328,12 +326,13 @@ class Agent:
             self._preparation = None
         if self._worker is None:
             self._turn = self._finish
-        elif again or self._ending is not None:
-            self._after, self._ending = self._finish, None
-            self._kill(0.0, now)
+        elif again:
+            self._end(self._finish, now, grace_s=0.0)
+        elif self._ending is not None:
+            self._after = self._finish
         else:
             serving = self._life is not None and self._life.state in ("ready", "busy")
-            self._end(self.course.settings.drain_s if serving else 0.0, self._finish, now)
+            self._end(self._finish, now, drain_s=self.course.settings.drain_s if serving else 0.0)
 
     # ---- what others see -------------------------------------------------------------------------------------------
 
@@ -362,15 +361,15 @@ class Agent:
             return "failed", self.error.line
         if self._finished:
             return "stopped", "no worker process is left"
-        if self._turn == self._finishing or self._turn == self._gone:
-            running = self.board.traffic.running + self.board.traffic.queued
-            phase = f"finishing {running} requests" if running and not self._ending else "ending the worker"
+        if self._turn == self._gone:
+            finishing = self._requests() > 0 and self._ending is not None and not self._ending.asked
+            phase = f"finishing {self._requests()} requests" if finishing else "ending the worker"
             return ("stopping" if self._stopping else "restarting"), phase
         if self._turn == self._wait:
             return "waiting", self.course.last_sentence
         if self._life is not None:
             if self._drained and self._life.state in ("ready", "busy"):
-                left = self.board.traffic.running + self.board.traffic.queued
+                left = self._requests()
                 return "draining", f"{left} requests left" if left else "no request is left; `applianctl start` resumes"
             return self._life.state, self._life.sentence_of_trouble or self._life.phase
         return "preparing", self._preparation.phase if self._preparation else "looking for the model"
@@ -383,8 +382,8 @@ class Agent:
         waited = now if state == "waiting" and self._until - now < EXTEND_S else None
         return state, phase, prepared, loaded, waited
 
-    def _idle(self) -> bool:
-        return self.board.traffic.running + self.board.traffic.queued == 0
+    def _requests(self) -> int:
+        return self.board.traffic.running + self.board.traffic.queued
 
     def _close(self) -> None:
         """On every way out: nothing of ours is left running, and the last word is kept."""

@@ -44,6 +44,7 @@ class Course:
         self._repair = ""
         self._said = ""
         self._measured: float | None = None
+        self._versions: dict[str, Mapping[str, str]] = {}
         self._parsed = Parsed(settings=Settings(), warnings=(), sources={})
         self._wanted: tuple[object, ...] = ()
         if self.record.warning:
@@ -104,8 +105,10 @@ class Course:
             directories={key: str(path) for key, path in dataclasses.asdict(self.directories).items()},
             worker_python=candidate.worker_python)
 
-    def provisioned(self, digest: str, *, now: float) -> bool:
-        """The model is present as this object. False when that makes another configuration the one to serve."""
+    def provisioned(self, digest: str, versions: Mapping[str, str], *, now: float) -> bool:
+        """The model is present as this object, the worker there in these versions. False when that makes another
+        configuration the one to serve."""
+        self._versions[self.worker_python] = versions
         if not self._is_fallback():
             self._choose(digest)
             if self._is_fallback():
@@ -125,11 +128,21 @@ class Course:
             return False
         return True
 
-    def plan(self) -> tuple[Node, Rung]:
-        """Plan the served candidate on this node now. Raises what the plan refuses."""
+    def look(self) -> Node:
+        """Plan the served candidate on this node now: reads much and changes nothing, so that it may take its time.
+
+        Raises ModelError, StoreError or ConfigError for what is missing.
+        """
         assert self.choice is not None
         candidate = self.choice.candidate
-        node = self._node()
+        parsed = Parsed(settings=self.settings, warnings=(), sources={"model": "the agent"})
+        return read_node(parsed, self.directories, candidate.worker_python, env=self.env, model_name=candidate.model,
+                         digest=candidate.digest)
+
+    def enter(self, node: Node) -> Rung:
+        """The rung to start of what `look` found. Raises what the plan refuses."""
+        assert self.choice is not None
+        candidate = self.choice.candidate
         if refusal := node.plan.refused:
             raise refusal.error()
         self.ladder = tuple(rung.id for rung in node.plan.rungs)
@@ -139,14 +152,14 @@ class Course:
         self.record.trial_started()
         wanted = self.record.rung.id
         self.rung = next((rung for rung in node.plan.rungs if rung.id == wanted), node.plan.full)
-        return node, self.rung
+        return self.rung
 
     def outdated(self) -> str | None:
         """Whether a plan made now would start another worker: None when it would be the same, empty when it would
-        differ, and the reason when this node refuses it now."""
+        differ, and the reason when this node refuses it now. Takes its time, as `look` does."""
         running, rung_id = self.rung, self.record.rung.id
         try:
-            node = self._node()
+            node = self.look()
         except ApplianceError as error:
             return error.line
         if refusal := node.plan.refused:
@@ -215,13 +228,6 @@ class Course:
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _node(self) -> Node:
-        assert self.choice is not None
-        candidate = self.choice.candidate
-        parsed = Parsed(settings=self.settings, warnings=(), sources={"model": "the agent"})
-        return read_node(parsed, self.directories, candidate.worker_python, env=self.env, model_name=candidate.model,
-                         digest=candidate.digest)
-
     def _digest(self, name: str) -> str:
         return Store(self.directories.store).names().get(name, "")
 
@@ -232,7 +238,7 @@ class Course:
 
     def _choose(self, digest: str) -> None:
         name, python = str(self._wanted[0]), str(self._wanted[2])
-        said = worker_contract(python, env=self.env)["versions"]
+        said = self._versions.get(python) or worker_contract(python, env=self.env)["versions"]
         versions = {key: str(value) for key, value in said.items() if value}
         wanted: Candidate = trial.candidate(
             model=name, digest=digest, settings=trial.worker_settings(self.parsed.settings), worker_python=python,

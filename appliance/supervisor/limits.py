@@ -89,6 +89,7 @@ class LimitWatch:
         self._changed = ""
         self._look: Background[tuple[Limits, Strain]] | None = None
         self._looked = 0.0
+        self._replan: Background[str | None] | None = None
         self._strain: Strain | None = None
         self._busy = 0.0
 
@@ -110,12 +111,14 @@ class LimitWatch:
         if self._look is None and now - self._looked >= LOOK_S:
             self._looked = now
             self._look = Background(read, name="limits")
-        if not self._changed or now - self._busy < IDLE_S:
+        if self._replan is None and self._changed and now - self._busy >= IDLE_S:
+            self._replan = Background(outdated, name="plan")
+        if self._replan is None or not self._replan.done:
             return False
-        refused = outdated()
+        refused, self._replan = self._replan.result, None
         changed, self._changed, self._planned = self._changed, "", self._found
         self._warn("limits", f"{changed}: {refused}" if refused else "")
-        return refused == ""
+        return refused == "" and now - self._busy >= IDLE_S
 
     def _take(self, found: Limits, strain: Strain) -> None:
         self._warn("strain", strain_warning(strain, self._strain))

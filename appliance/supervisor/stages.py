@@ -18,6 +18,7 @@ from typing import Any
 
 from appliance.errors import ApplianceError, TransientError, by_exit_code
 from appliance.provision import Order
+from appliance.supervisor.life import Life
 from appliance.supervisor.worker import WorkerTree
 
 SILENCE_S = 900.0
@@ -136,15 +137,29 @@ class Preparation:
 
 
 class Ending:
-    """A worker on its way out: asked to end at once, killed after `grace_s`. `done` when none of it is left."""
+    """A worker on its way out: its requests may finish for `drain_s`, it is asked to end, and killed after `grace_s`.
 
-    def __init__(self, worker: WorkerTree, *, now: float, grace_s: float) -> None:
-        self.worker = worker
-        self.until = now + grace_s
+    `done` when none of it is left. A worker that has failed already is killed at once.
+    """
+
+    def __init__(self, worker: WorkerTree, life: Life | None, *, now: float, drain_s: float, grace_s: float) -> None:
+        self.asked = False
         self.done = False
-        if grace_s > 0:
-            worker.ask_to_end()
+        self._worker = worker
+        self._life = life if life is not None and life.fault is None else None
+        self._grace_s = grace_s
+        self._until = now + drain_s
 
-    def tick(self, now: float) -> None:
-        if now >= self.until or self.worker.status() is not None:
-            self.done = self.worker.kill()
+    def tick(self, now: float, *, requests: int) -> None:
+        """`requests`: how many are in work or wait."""
+        if not self.asked:
+            if self._life is not None:
+                self._life.tick(now)
+            if self._life is not None and self._life.fault is None and requests and now < self._until:
+                return
+            healthy = self._life is not None and self._life.fault is None
+            self.asked, self._until = True, now + (self._grace_s if healthy else 0.0)
+            if healthy and self._grace_s > 0:
+                self._worker.ask_to_end()
+        if now >= self._until or self._worker.status() is not None:
+            self.done = self._worker.kill()

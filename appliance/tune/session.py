@@ -10,7 +10,7 @@ with requests is never disturbed: the run waits, and gives up after PATIENCE_S; 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,7 @@ class Session:
         model = self.subject.model
         trial = Trial(kind=measured.SERVED, model=model.digest, settings=settings, figures={})
         if not self._fresh(trial.id):
-            self._guarded(lambda check: self._gather(served.serve(
+            self._guarded([trial.id], lambda check: self._gather(served.serve(
                 rung, places, model, python=self.bench.worker_python, env=self.env, check=check, cpus=self.bench.cpus,
                 now=time.time())))
 
@@ -146,18 +146,29 @@ class Session:
     def _try(self, order: Mapping[str, Any], trial: Trial) -> None:
         if self._known(order, trial):
             return
-        self._guarded(lambda _: self.bench.run(order, trial, gather=self._gather, now=time.time()))
+        ids = [replace(trial, settings=settings).id for settings in expected(order, trial)]
+        self._guarded(ids, lambda _: self.bench.run(order, trial, gather=self._gather, now=time.time()))
 
-    def _guarded(self, work: Callable[[Say], object]) -> None:
-        """Run when the service is idle and the machine is quiet; again when the service got work meanwhile."""
+    def _guarded(self, ids: Sequence[str], work: Callable[[Say], object]) -> None:
+        """Run when the service is idle and the machine is quiet; again when the service got work meanwhile, and once
+        more when others disturbed it and the time allows it."""
+        disturbed = False
         for _ in range(ATTEMPTS):
             self._wait_for_service()
             quiet.wait(self.bench.cpus, limit_s=QUIET_S)
+            began = time.monotonic()
             try:
                 work(quiet.yielding(self.bench.runtime))
-                return
             except ServiceNeedsTheCores as error:
                 self._phase("waiting", error.why)
+                continue
+            found = [trial for trial in map(self.record.find, ids) if trial is not None]
+            spent_s = time.monotonic() - began
+            if disturbed or not any(t.notes.get("disturbed") for t in found) or self._left_s() < 4 * spent_s:
+                return
+            disturbed = True
+        if disturbed:
+            return
         raise TransientError("the measurement was given up", why="the service got requests again and again",
                              do="run `applianctl tune` again when it is idle: it goes on from here")
 

@@ -215,6 +215,8 @@ class Watch:
                     # Weights are mapped at the end of a load, between two samples: pages of files only grow in number.
                     self.files, self.counted = file_bytes(pids), time.monotonic()
                     last = self.peaks[self.phase]
+                    if phase == "compile":  # it begins slowly: what is held when it is announced was loaded
+                        last = max(last, sample(pids, self.files), key=lambda held: held.total)
                     self.peaks[self.phase] = replace(last, files=max(last.files, self.files or 0))
                     self.phase, now = phase, replace(now, files=self.files or now.files)
         if self.phase not in self.peaks or now.total > self.peaks[self.phase].total:
