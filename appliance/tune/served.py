@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shutil
 import tempfile
 import time
@@ -89,6 +90,7 @@ def serve(rung: Rung, places: Places, model: ModelFacts, *, python: str, env: Ma
         python=python, argv=rung.argv, env={"PATH": env.get("PATH") or PATH_DEFAULT, **rung.env},
         log=home / "worker.log", cwd=Path(places.cache), runtime=home))
     try:
+        _yield_to_the_service(tree.pid)
         _wait(tree, Path(places.socket), check)
         ready_s = time.monotonic() - began
         target = Target(socket=Path(places.socket), model="default", ids=ids(model))
@@ -110,6 +112,13 @@ def serve(rung: Rung, places: Places, model: ModelFacts, *, python: str, env: Ma
 def ids(model: ModelFacts) -> tuple[int, int]:
     """Token ids from the middle of the vocabulary: ordinary ones."""
     return model.vocab_size // 8, model.vocab_size * 7 // 8
+
+
+def _yield_to_the_service(pid: int) -> None:
+    """In time, and when memory runs out; what the worker forks inherits it."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, pid, 10)
+        Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
 
 
 def _measure(target: Target, prompt: int, check: Check) -> dict[str, measured.Figure]:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -78,7 +78,7 @@ def worker(home: Path, model: str, fields: dict[str, Any], *, model_folder: Path
             assert process.poll() is None, log.read_text()[-20000:]
             assert time.monotonic() < deadline
             time.sleep(0.5)
-        with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), timeout=600) as client:
+        with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(socket)), timeout=600) as client:
             yield openai.OpenAI(base_url="http://worker/v1", api_key="none", timeout=600, max_retries=0, http_client=client)
     finally:
         process.terminate()

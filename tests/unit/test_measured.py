@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from appliance import measured, tuning
 from appliance.budget import GIB
+from appliance.errors import ConfigError
 from appliance.facts import Core, CpuQuota, KernelTrial, NumaNode, TopologyFacts
 from appliance.measured import BANDWIDTH, CANARY, SERVED, WEIGHTS, Record, Trial, figure
 from appliance.plan import Plan, make_plan
@@ -281,3 +284,14 @@ def test_charts_say_how_near_the_memory_is() -> None:
 def test_a_record_without_figures_draws_nothing() -> None:
     assert list(charts.lines(record(), MODEL)) == []
     assert charts.roofline(record(threads(2, 100)), MODEL) == []
+
+
+def test_a_png_is_drawn_or_says_what_is_missing(tmp_path: Path) -> None:
+    reads = [trial(BANDWIDTH, {"threads": count}, gb=gb) for count, gb in ((1, 10), (2, 20))]
+    found, file = record(*reads, threads(1, 60, 500), threads(2, 100, 1000)), tmp_path / "tune.png"
+    if importlib.util.find_spec("matplotlib") is None:
+        with pytest.raises(ConfigError, match="matplotlib is not installed"):
+            charts.write_png(found, MODEL, file)
+    else:
+        charts.write_png(found, MODEL, file)
+        assert file.read_bytes().startswith(b"\x89PNG")
