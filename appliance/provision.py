@@ -23,7 +23,7 @@ from typing import Any
 from appliance import disk, settings
 from appliance.directories import Directories
 from appliance.errors import ApplianceError, StoreError
-from appliance.jobs import Event, worker_contract
+from appliance.jobs import Event, ending_on_sigterm, worker_contract
 from appliance.library import Recipe, add_model, prepare_model
 from appliance.node import refuse_early
 from appliance.report import reporting
@@ -109,8 +109,9 @@ def main() -> int:
     except (ValueError, TypeError):
         print("usage: python -m appliance.provision < ORDER", file=sys.stderr)
         return 2
-    return reporting(
-        lambda emit: provision(order, env=os.environ, on_event=lambda event: emit(dict(event))), noun="model")
+    with ending_on_sigterm():  # what it has started ends with it, and no draft is left
+        return reporting(
+            lambda emit: provision(order, env=os.environ, on_event=lambda event: emit(dict(event))), noun="model")
 
 
 if __name__ == "__main__":

@@ -165,8 +165,10 @@ class Record:
         self.note("kept", sentence, candidate.id, now=now)
 
     def fail_trial(self, candidate: Candidate, reason: str, *, now: float, event: str = "rolled-back") -> None:
-        """The candidate is given up, for this reason."""
+        """The candidate is given up, for this reason. The good one never is: nothing would be left to serve."""
         self.trial = None
+        if self.good is not None and candidate.id == self.good.id:
+            return
         self.failed.pop(candidate.id, None)
         self.failed[candidate.id] = reason[:SENTENCE]
         self.note(event, reason, candidate.id, now=now)

@@ -60,9 +60,6 @@ def _settings_refusal(settings: Settings, host: HostFacts, kernels: tuple[str, .
     if kernel not in ("auto", *offered):
         return Refusal(exit_code=78, what=f"kernel {settings.kernel} is not available",
                        why=f"the installed worker offers {', '.join(offered)}", do="set kernel to auto")
-    if settings.listen.host not in ("127.0.0.1", "::1", "localhost"):
-        return Refusal(exit_code=78, what=f"listening on {settings.listen.host} is refused",
-                       why="some routes of the worker are open without a key", do="keep listen.host at 127.0.0.1")
     if settings.cpu.cpus and not set(settings.cpu.cpus) & set(host.topology.allowed):
         return Refusal(exit_code=78, what="cpu.cpus cannot be used", do="choose among them",
                        why=f"this process may run on CPUs {ranges(host.topology.allowed)} only")

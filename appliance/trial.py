@@ -119,12 +119,14 @@ def difference(old: Candidate, new: Candidate) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """`fallback`: what to roll back to, or None; `sentence`: why this one, empty when it is simply the wanted one."""
+    """`fallback`: what to roll back to, or None; `instead`: something else than what is wanted is served; `sentence`:
+    why this one, empty when it is simply the wanted one."""
 
     candidate: Candidate
     on_trial: bool
     sentence: str
     fallback: Candidate | None = None
+    instead: bool = False
 
 
 def choose(wanted: Candidate, good: Candidate | None, failed: Mapping[str, str]) -> Choice:
@@ -139,7 +141,7 @@ def choose(wanted: Candidate, good: Candidate | None, failed: Mapping[str, str])
     if fallback is None:
         return Choice(candidate=wanted, on_trial=True,
                       sentence=f"on trial again, because nothing else is known to be good; before: {failed[wanted.id]}")
-    return Choice(candidate=fallback, on_trial=False,
+    return Choice(candidate=fallback, on_trial=False, instead=True,
                   sentence=f"serving the last good configuration, not the wanted one ({difference(fallback, wanted)}): "
                            f"{failed[wanted.id]}")
 

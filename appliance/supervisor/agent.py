@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from appliance.board import Board, Command, gate
 from appliance.directories import AGENT_SOCKET, WORKER_SOCKET, Directories, ensure, sockets
-from appliance.errors import ApplianceError
+from appliance.errors import ApplianceError, TransientError
 from appliance.faults import Fault, of_error
 from appliance.node import Node
 from appliance.plan import Rung
@@ -44,8 +44,9 @@ if TYPE_CHECKING:
 STOP_GRACE_S = 10.0
 """What a worker without requests gets between SIGTERM and SIGKILL."""
 EXTEND_S = 120.0
+COMMANDS_A_TURN = 16
 DOOR_DEAD_S = 15.0
-"""A front door that has not moved for so long is no front door: the watchdog is not fed any more."""
+"""A front door that has not moved for so long is no front door: the agent ends, and whoever started it starts anew."""
 
 Say = Callable[[str], None]
 
@@ -80,6 +81,7 @@ class Agent:
         self._finished = False
         self._reloading = False
         self._said = ""
+        self._turned = self._resumed = time.monotonic()
 
     def run(self) -> None:
         """Serve until a signal or a fault that nothing helps. Raises that fault's error; returns after a clean stop."""
@@ -153,13 +155,14 @@ class Agent:
                 self.say(f"model {self.course.model}: quantized in {result.get('seconds', 0):.0f} s")
             if result.get("note"):
                 self.say(f"model {self.course.model}: {result['note']}")
-            another = not self.course.provisioned(str(result.get("digest")), result.get("versions") or {},
-                                                  now=time.time())
+            if not self.course.provisioned(str(result.get("digest")), result.get("versions") or {}, now=time.time()):
+                self._turn = self._prepare  # another configuration was chosen
+                return
         except ApplianceError as error:
             self._handle(of_error(error), answered_s=0.0, now=now)
             return
-        self._planning = Background(self.course.look, name="plan")
-        self._turn = self._prepare if another else self._planned
+        self._planning = Background(self.course.ahead, name="plan")
+        self._turn = self._planned
 
     def _planned(self, now: float) -> None:
         if self._planning is None or not self._planning.done:
@@ -203,11 +206,14 @@ class Agent:
     def _end(self, after: Callable[[float], None], now: float, *, drain_s: float = 0.0,
              grace_s: float = STOP_GRACE_S) -> None:
         """End what is left of the worker, its requests finished for up to `drain_s`; then go on with `after`."""
-        self._after, self._turn = after, self._gone
+        self._after, self._turn, self._planning = after, self._gone, None
         if self._worker is not None:
             self._ending = Ending(self._worker, self._life, now=now, drain_s=drain_s, grace_s=grace_s)
 
     def _gone(self, now: float) -> None:
+        if self._preparation is not None and not self._preparation.gone(now):
+            return
+        self._preparation = None
         if self._ending is not None:
             self._ending.tick(now, requests=self._requests())
             if not self._ending.done:
@@ -248,7 +254,7 @@ class Agent:
         quick = self._life is not None and self._life.state == "answering"
         with contextlib.suppress(queue.Empty):
             command = self.board.commands.get(timeout=0.05 if quick else self.notifier.tick_s)
-            while True:
+            for _ in range(COMMANDS_A_TURN):
                 self._obey(command, time.monotonic())
                 command = self.board.commands.get_nowait()
 
@@ -268,7 +274,7 @@ class Agent:
             self._drained = False
             self._switch(now)
         elif command.name == "reset":
-            if self.course.reset(time.time()):
+            if self.course.reset(time.time()) or self._turn == self._wait:
                 self._switch(now)
         elif command.name == "rollback":
             if reason := self.course.roll_back(time.time()):
@@ -307,26 +313,17 @@ class Agent:
 
     def _switch(self, now: float) -> None:
         """Start anew with what is wanted now, letting requests in work finish."""
-        if self._preparation is not None:
-            self._preparation.end()
-            self._preparation = None
-        if self._life is not None and self._turn == self._living:
-            self._end(self._prepare, now, drain_s=self.course.settings.drain_s)
-        elif self._worker is not None:
+        if self._turn == self._gone:
             self._after = self._prepare
         else:
-            self._turn = self._prepare
+            serving = self._life is not None and self._turn == self._living
+            self._end(self._prepare, now, drain_s=self.course.settings.drain_s if serving else 0.0)
 
     def _stop(self, now: float) -> None:
         """The first time requests in work may finish; the second time nothing is waited for."""
         again, self._stopping = self._stopping, True
         self.notifier.stopping(within_s=self.course.settings.drain_s + 2 * STOP_GRACE_S)
-        if self._preparation is not None:
-            self._preparation.end()
-            self._preparation = None
-        if self._worker is None:
-            self._turn = self._finish
-        elif again:
+        if again:
             self._end(self._finish, now, grace_s=0.0)
         elif self._ending is not None:
             self._after = self._finish
@@ -352,8 +349,12 @@ class Agent:
                 self.say(sentence)
         if self._reloading or not self.snapshot.was_ready:
             self.notifier.extend_on_progress(self._progress(state, phase, now), EXTEND_S, now)
-        if now - self.board.traffic.at < DOOR_DEAD_S:
-            self.notifier.feed(now)
+        self._resumed = now if now - self._turned > DOOR_DEAD_S / 3 else self._resumed  # both threads stood still
+        self._turned = now
+        if now - max(self.board.traffic.at, self._resumed) > DOOR_DEAD_S:
+            raise TransientError("the front door does not move", why=f"no sign of life for {DOOR_DEAD_S:.0f} s",
+                                 do="report it with `applianctl support-bundle`")
+        self.notifier.feed(now)
 
     def _state(self) -> tuple[str, str]:
         """The state's word and what is done in it."""
@@ -372,7 +373,7 @@ class Agent:
                 left = self._requests()
                 return "draining", f"{left} requests left" if left else "no request is left; `applianctl start` resumes"
             return self._life.state, self._life.sentence_of_trouble or self._life.phase
-        return "preparing", self._preparation.phase if self._preparation else "looking for the model"
+        return "preparing", self._preparation.phase if self._preparation else "planning the start"
 
     def _progress(self, state: str, phase: str, now: float) -> tuple[object, ...]:
         """Changes whenever a start gets on; systemd is asked for more time on nothing else."""
@@ -389,7 +390,7 @@ class Agent:
         """On every way out: nothing of ours is left running, and the last word is kept."""
         with contextlib.suppress(Exception):
             if self._preparation is not None:
-                self._preparation.end()
+                worker_process.end_session(self._preparation.pid)
             if self._worker is not None:
                 worker_process.end_session(self._worker.pid)
         if self.door is not None:

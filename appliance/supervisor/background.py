@@ -31,11 +31,13 @@ class Background(Generic[Result]):
             self.result = self._call()
         except Exception as error:  # for `take`, in the thread that asked for it
             self._error = error
-        self.done = True
+        finally:
+            self.done = True
 
     def take(self) -> Result:
         """The result of a call that is done. Raises what the call raised."""
         if self._error is not None:
             raise self._error
-        assert self.result is not None
+        if self.result is None:
+            raise RuntimeError("the call ended without a result")
         return self.result

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from appliance import record, trial
+from appliance import disk, record, trial
 from appliance.directories import Directories
 from appliance.errors import ApplianceError
 from appliance.faults import Fault
-from appliance.jobs import find_worker_python, worker_contract
+from appliance.jobs import find_worker_python
 from appliance.library import active_name
 from appliance.node import Node, read_node
 from appliance.plan import Rung
@@ -26,6 +26,7 @@ from appliance.provision import Order
 from appliance.recovery import Step, next_step
 from appliance.settings import Parsed, Settings, to_dict
 from appliance.store import Store
+from appliance.supervisor import folders
 from appliance.trial import Candidate, Choice, Pass, TrialView
 
 
@@ -57,9 +58,10 @@ class Course:
 
         Raises ConfigError when there is no worker.
         """
-        python = find_worker_python(parsed.settings)
+        # One that is named and not there is a configuration that fails its trial, not the end of a good service.
+        python = parsed.settings.worker.python or find_worker_python(parsed.settings)
         self._parsed = parsed
-        if parsed.settings.store is not None:
+        if parsed.settings.store is not None and not self._wanted:  # another store counts at the agent's next start
             self.directories = dataclasses.replace(self.directories, store=Path(parsed.settings.store))
         name = active_name(parsed, self.directories)
         before = self._wanted
@@ -69,8 +71,9 @@ class Course:
             return True
         served = self.choice.candidate
         key = (served.model, served.digest, served.worker_python, json.dumps(dict(served.settings), sort_keys=True))
-        if self._wanted == key and self._is_fallback():
-            self.choice = dataclasses.replace(self.choice, sentence="")  # what is served is what is wanted again
+        if self._wanted == key and self.choice.instead:
+            # What is served is what is wanted again.
+            self.choice = dataclasses.replace(self.choice, sentence="", instead=False)
         return self._wanted not in (before, key)
 
     @property
@@ -93,14 +96,14 @@ class Course:
         return self.choice.candidate.worker_python if self.choice else str(self._wanted[2])
 
     def order(self) -> Order:
-        """What must be made present for the next start. Raises ConfigError when the worker cannot be asked."""
+        """What must be made present for the next start."""
         name = str(self._wanted[0])
         self._choose(self._digest(name))
         assert self.choice is not None
         repair, self._repair = self._repair, ""
         candidate = self.choice.candidate
         return Order(
-            model=candidate.model, digest=candidate.digest if self._is_fallback() else None,
+            model=candidate.model, digest=candidate.digest if self.choice.instead else None,
             settings=to_dict(self.settings), repair=repair,
             directories={key: str(path) for key, path in dataclasses.asdict(self.directories).items()},
             worker_python=candidate.worker_python)
@@ -108,13 +111,13 @@ class Course:
     def provisioned(self, digest: str, versions: Mapping[str, str], *, now: float) -> bool:
         """The model is present as this object, the worker there in these versions. False when that makes another
         configuration the one to serve."""
+        assert self.choice is not None
         self._versions[self.worker_python] = versions
-        if not self._is_fallback():
-            self._choose(digest)
-            if self._is_fallback():
-                return False
+        instead = self.choice.instead
+        self._choose(self._digest(str(self._wanted[0])) if instead else digest)
         choice = self.choice
-        assert choice is not None
+        if choice.instead != instead or choice.candidate.digest != digest:
+            return False
         if choice.sentence and choice.sentence != self._said:
             self._said = choice.sentence
             self.say(choice.sentence)
@@ -128,16 +131,24 @@ class Course:
             return False
         return True
 
+    def ahead(self) -> Node:
+        """Plan the next start and make its folders. Takes its time: not for the loop. Raises what `look` raises."""
+        node = self.look()
+        with disk.mapped("cannot prepare the worker's folders", self.directories.cache):
+            folders.prepare(node.places, self.directories.cache, fingerprint=node.host.fingerprint)
+        return node
+
     def look(self) -> Node:
-        """Plan the served candidate on this node now: reads much and changes nothing, so that it may take its time.
+        """Plan the served candidate on this node now: reads much and changes nothing. Takes its time as well.
 
         Raises ModelError, StoreError or ConfigError for what is missing.
         """
         assert self.choice is not None
         candidate = self.choice.candidate
         parsed = Parsed(settings=self.settings, warnings=(), sources={"model": "the agent"})
-        return read_node(parsed, self.directories, candidate.worker_python, env=self.env, model_name=candidate.model,
-                         digest=candidate.digest)
+        with disk.mapped("cannot plan", self.directories.store):
+            return read_node(parsed, self.directories, candidate.worker_python, env=self.env,
+                             model_name=candidate.model, digest=candidate.digest)
 
     def enter(self, node: Node) -> Rung:
         """The rung to start of what `look` found. Raises what the plan refuses."""
@@ -210,7 +221,7 @@ class Course:
             return False
         if isinstance(found, Pass):
             self.record.keep(candidate, f"{candidate.title} is kept: {found.sentence}", now=now)
-            self.choice = dataclasses.replace(self.choice, on_trial=False, sentence="")
+            self.choice = dataclasses.replace(self.choice, on_trial=False, sentence="", fallback=None)
             self.say(f"kept: {found.sentence}")
             return False
         self.record.fail_trial(candidate, found.sentence, now=now)
@@ -219,7 +230,7 @@ class Course:
 
     def reset(self, now: float) -> bool:
         """Forget rungs, failed configurations and faults. True when something else should be served now."""
-        lowered = self.record.rung.id != "full" or (self.choice is not None and self._is_fallback())
+        lowered = self.record.rung.id != "full" or (self.choice is not None and self.choice.instead)
         self.record.reset(now=now)
         return lowered or self.rung is None
 
@@ -231,15 +242,10 @@ class Course:
     def _digest(self, name: str) -> str:
         return Store(self.directories.store).names().get(name, "")
 
-    def _is_fallback(self) -> bool:
-        """Whether something else than what is wanted is served."""
-        assert self.choice is not None
-        return not self.choice.on_trial and bool(self.choice.sentence)
-
     def _choose(self, digest: str) -> None:
         name, python = str(self._wanted[0]), str(self._wanted[2])
-        said = self._versions.get(python) or worker_contract(python, env=self.env)["versions"]
-        versions = {key: str(value) for key, value in said.items() if value}
+        # Not known before the first preparation has asked the worker, which then chooses again.
+        versions = {key: str(value) for key, value in self._versions.get(python, {}).items() if value}
         wanted: Candidate = trial.candidate(
             model=name, digest=digest, settings=trial.worker_settings(self.parsed.settings), worker_python=python,
             versions=versions)

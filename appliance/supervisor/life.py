@@ -27,6 +27,7 @@ SAMPLE_S = 10.0
 SUSPICIOUS_SAMPLE_S = 1.0
 SUSPECT_S = 3.0
 """Requests in work and nothing moved for so long: ask, whatever the interval."""
+HELD_GAP_S = 5.0
 CPU_SHARE = 0.03
 """Less of one core than this is not computing: vLLM's idle engine takes one part in a hundred."""
 
@@ -99,6 +100,7 @@ class Life:
     _tree_moved: float = 0.0
     _engine_moved: float = 0.0
     _held: float = float("-inf")
+    _held_since: float = 0.0
     _heard: float = 0.0
     _slowed: int | None = None
     _speeds: list[float] = field(default_factory=list)
@@ -155,7 +157,7 @@ class Life:
         stalled = vitals.load_stalled(now=now, began=self.began, spoke=self._spoke, cpu_moved=self._tree_moved)
         if stalled and self.state == "loading":
             self.hang("slow-start", stalled)
-        elif self._held > self._spoke and now - self._spoke > vitals.HELD_S * 3:
+        elif self._is_held(now) and now - max(self._spoke, self.began) > vitals.HELD_S * 3:
             self.hang("memory-stall", "the kernel holds it at its memory limit")
 
     def _serve(self, now: float) -> None:
@@ -168,7 +170,8 @@ class Life:
         found = vitals.verdict(Signs(
             now=now, probe_s=self.probe_s, answered=self.answered, probe_began=self._probe_began,
             probe_deadline_s=self.deadline_s, probe_failures=self.probe_failures, probe_failure=self.probe_failure,
-            moved=self.moved, cpu_moved=self._engine_moved, held=self._held, heard=self._heard))
+            moved=self.moved, cpu_moved=self._engine_moved, heard=self._heard,
+            held=self._held if self._is_held(now) else float("-inf")))
         self.sentence_of_trouble = found.sentence
         if found.word == "hung":
             self.hang(found.cause, found.sentence)
@@ -186,6 +189,10 @@ class Life:
         if self.state != "ready" or len(self._speeds) == SPEED_TRIES or self.traffic().running or not self.measured_s:
             return 1
         return max(LEAST_SPEED_TOKENS, min(SPEED_TOKENS, int(1 / min(self.measured_s))))
+
+    def _is_held(self, now: float) -> bool:
+        """Whether the kernel slows it down for memory again and again: a single time is ordinary reclaim."""
+        return now - self._held < HELD_GAP_S and self._held - self._held_since >= vitals.HELD_S / 2
 
     def _due(self, now: float) -> bool:
         if self.answered is None or self.probe_failures or self.probe_failure:
@@ -207,11 +214,12 @@ class Life:
                 self.measured_s.append(result.seconds)
             self.last_answer, self.answered = result, now
             self.probe_failures, self.probe_failure, self._probe_began = 0, "", None
-        elif isinstance(result, Busy):
+        elif isinstance(result, Busy) and self.traffic().running:
             self.probe_failure, self._probe_began = result.sentence, None  # a full queue is work, not sickness
         else:
             self.probe_failures += 1
-            self.probe_failure = result or "the probe ended without a word"
+            said = result.sentence if isinstance(result, Busy) else result
+            self.probe_failure = said or "the probe ended without a word"
 
     def _watch(self, now: float) -> None:
         """Notice what moves: bytes and answers to users, the engine's counters, CPU time."""
@@ -229,7 +237,9 @@ class Life:
             self._engine_moved = now if abs(engine - self._cpu[1]) > least else self._engine_moved
             self._cpu, self._cpu_at = (tree, engine), now
             slowed = self.slowed()
-            self._held = now if self._slowed is not None and slowed > self._slowed else self._held
+            if self._slowed is not None and slowed > self._slowed:
+                self._held_since = now if now - self._held > HELD_GAP_S else self._held_since
+                self._held = now
             self._slowed = slowed
         if self.state != "loading":
             self._take_sample(now)

@@ -95,7 +95,7 @@ class LimitWatch:
 
     def plan(self, host: HostFacts) -> None:
         """The facts that the running worker was planned with."""
-        self._planned, self._changed = of(host.memory, host.topology), ""
+        self._planned, self._changed, self._replan = of(host.memory, host.topology), "", None
         self._warn("limits", "")
 
     def tick(self, now: float, *, idle: bool, outdated: Callable[[], str | None]) -> bool:
@@ -115,10 +115,14 @@ class LimitWatch:
             self._replan = Background(outdated, name="plan")
         if self._replan is None or not self._replan.done:
             return False
-        refused, self._replan = self._replan.result, None
+        refused = self._replan.result
+        if refused == "" and now - self._busy < IDLE_S:
+            self._replan = None  # somebody asked meanwhile: planned again at the next safe moment
+            return False
+        self._replan = None
         changed, self._changed, self._planned = self._changed, "", self._found
         self._warn("limits", f"{changed}: {refused}" if refused else "")
-        return refused == "" and now - self._busy >= IDLE_S
+        return refused == ""
 
     def _take(self, found: Limits, strain: Strain) -> None:
         self._warn("strain", strain_warning(strain, self._strain))

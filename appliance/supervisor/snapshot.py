@@ -86,6 +86,7 @@ class Snapshot:
 
     def ready(self, life: Life, now: float) -> None:
         self.was_ready = True
+        self.values["fault"] = None
         self._measured_at = self._sizes_at = -1e9  # the figures from before the load say little
         self.ready_after_s = time.time() - self._began if self.values["ready_at"] is None else now - life.began
         self.values |= {"ready_at": time.time(), "ready_after_s": round(self.ready_after_s, 1)}

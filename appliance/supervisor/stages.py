@@ -14,13 +14,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
+import psutil
+
+from appliance import disk
 from appliance.errors import ApplianceError, TransientError, by_exit_code
 from appliance.provision import Order
 from appliance.supervisor.life import Life
-from appliance.supervisor.worker import WorkerTree
+from appliance.supervisor.worker import WorkerTree, members
 
+GRACE_S = 10.0
 SILENCE_S = 900.0
 """A preparation that says nothing for so long is ended."""
 LONGEST_LINE = 1 << 20
@@ -48,17 +53,23 @@ class Preparation:
         self.error: ApplianceError | None = None
         self._said: dict[str, Any] = {}
         self._pending = b""
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the child is reaped
+        self._kill_at: float | None = None
         own = {name: value for name, value in env.items() if not name.startswith(("NOTIFY_", "WATCHDOG_"))}
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "appliance.provision"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self._stderr, env=own, start_new_session=True)
+        with disk.mapped("cannot start the preparation", Path(order.directories["state"])):
+            self._stderr = _scratch(Path(order.directories["state"]))
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "appliance.provision"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=self._stderr, env=own, start_new_session=True)
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._child.stdin.write(order.text().encode())
             self._child.stdin.close()
         os.set_blocking(self._child.stdout.fileno(), False)
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
 
     @property
     def done(self) -> bool:
@@ -69,8 +80,7 @@ class Preparation:
         ended = self._child.poll()
         self._read(now)
         if ended is None:
-            if now - self.moved > SILENCE_S:
-                self.end()
+            if now - self.moved > SILENCE_S and self.gone(now):
                 self.error = TransientError("preparing the model hangs", why=f"no word for {SILENCE_S:.0f} s",
                                             do="look at the disk")
             return
@@ -80,16 +90,20 @@ class Preparation:
             self.error = self._failure(ended)
         self._close()
 
-    def end(self) -> None:
-        """End it and all it started; nothing half-done is kept. Waits at most seconds."""
-        if self._child.poll() is None:
+    def gone(self, now: float) -> bool:
+        """Ask it to end, and all it started; kill what is left after GRACE_S. True when none of it is left: nothing
+        half-done is kept. To be called again until then."""
+        if self._kill_at is None:
+            self._kill_at = now + GRACE_S
             self._child.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(timeout=10)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._child.pid, signal.SIGKILL)
-            self._child.wait()
-        self._close()
+        ended = self._child.poll() is not None
+        left = members(self._child.pid) if ended or now >= self._kill_at else []
+        for process in left:
+            with contextlib.suppress(psutil.Error, OSError):
+                process.send_signal(signal.SIGKILL)
+        if ended and not left:
+            self._close()
+        return ended and not left
 
     def _read(self, now: float) -> None:
         assert self._child.stdout is not None
@@ -134,6 +148,14 @@ class Preparation:
         for stream in (self._child.stdout, self._stderr):
             if stream is not None:
                 stream.close()
+
+
+def _scratch(state: Path) -> IO[bytes]:
+    """A file without a name for the child's last words; where the temp folder is full, in the state folder."""
+    try:
+        return tempfile.TemporaryFile()
+    except OSError:
+        return tempfile.TemporaryFile(dir=state)
 
 
 class Ending:

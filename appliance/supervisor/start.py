@@ -11,7 +11,7 @@ from appliance.node import Node
 from appliance.plan import Rung
 from appliance.probe.cgroup import read_oom_kills, read_slowed
 from appliance.probe.tree import Tree
-from appliance.supervisor import folders, health, worker
+from appliance.supervisor import health, worker
 from appliance.supervisor.leaf import Leaf
 from appliance.supervisor.life import Life
 
@@ -21,9 +21,8 @@ PATH_DEFAULT = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 def start(node: Node, rung: Rung, *, directories: Directories, worker_python: str, env: Mapping[str, str],
           probe_s: float, traffic: Callable[[], Traffic], leaf: Leaf | None,
           now: float) -> tuple[worker.WorkerTree, Life]:
-    """Raises StoreError when folders, log or record cannot be written, ConfigError for an interpreter that cannot run;
+    """Raises StoreError when log or record cannot be written, ConfigError for an interpreter that cannot run;
     then nothing runs."""
-    folders.prepare(node.places, directories.cache, fingerprint=node.host.fingerprint)
     socket = Path(node.places.socket)
     tree = Tree(root=Path("/"))
     kills = leaf.oom_kills if leaf is not None else lambda: read_oom_kills(tree)
