@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -33,8 +33,8 @@ def gate(state: str, *, wait_s: float) -> Gate:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What the front door did and does. `at`: monotonic, when it said so (its heartbeat); `last_answer_at`: wall
-    clock of the last complete answer to a user; `oldest_running_s`: age of the oldest request in work."""
+    """What the front door did and does. `at`: monotonic, when it said so (its heartbeat); `failed_total`: let in
+    and ended in an error, in the middle of a stream too; `oldest_running_s`: age of the oldest request in work."""
 
     at: float = 0.0
     running: int = 0
@@ -45,7 +45,6 @@ class Traffic:
     answered_total: int = 0
     bytes_total: int = 0
     chunks_total: int = 0
-    last_answer_at: float | None = None
     oldest_running_s: float = 0.0
     warnings: tuple[str, ...] = ()
 
@@ -55,7 +54,6 @@ class Command:
     """What an operator asks of the running agent: reload, drain, resume, restart, stop, reset or rollback."""
 
     name: str
-    body: Mapping[str, Any] = field(default_factory=dict)
 
 
 COMMANDS = ("reload", "drain", "resume", "restart", "stop", "reset", "rollback")

@@ -2,7 +2,6 @@
 
     edited(text, changes) -> text       pure: {dotted key: value}, None takes a key out; every other byte stays
     write(path, text)                   replace the file atomically; mode and owner stay, a link is followed
-    set_keys(path, changes)             both; a missing file is created with a header
 
 The parser says where a key and its value stand; the text is changed there. (A YAML writer that keeps comments still
 indents lists its own way and loses comments behind what is deleted.) Does not: know which keys the environment
@@ -27,11 +26,6 @@ HEADER = """\
 # `applianctl config check` reads this file, `applianctl apply` puts it into force.
 """
 NEW_MODE = 0o644
-
-
-def set_keys(path: Path, changes: Mapping[str, Any]) -> None:
-    """Change these keys in the file. Raises ConfigError (the file or a value is wrong) and StoreError (the disk)."""
-    write(path, edited(read(path), changes, origin=str(path)))
 
 
 def read(path: Path) -> str:

@@ -128,6 +128,7 @@ class KeyRing:
             found = self.file.stat()
             seen = (found.st_mtime_ns, found.st_size, found.st_ino)
             if seen == self._seen:
+                self._broken = None  # could not be looked at for a while, and is what was read before
                 return
             self._keys = _parse(self.file.read_text(encoding="utf-8"))
             self._seen, self._broken = seen, None

@@ -21,7 +21,8 @@ GAUGES: tuple[tuple[str, str, str], ...] = (
     # key of the status, name, help
     ("started_at", "appliance_started_time_seconds", "When the agent started (unix time)."),
     ("ready_at", "appliance_ready_time_seconds", "When the service became ready last (unix time)."),
-    ("ready_after_s", "appliance_ready_after_seconds", "From the agent's start to its first answer."),
+    ("ready_after_s", "appliance_ready_after_seconds",
+     "To the first answer, from the start of the agent, or of the worker after a fault."),
     ("last_answer_at", "appliance_last_answer_time_seconds", "When the model answered last, a user or a probe."),
     ("tokens_per_s", "appliance_tokens_per_second", "Tokens generated per second, over the last 10 s."),
     ("memory_bytes", "appliance_worker_memory_bytes", "Proportional set size of the worker's processes."),
@@ -89,7 +90,7 @@ def _lines(status: Mapping[str, Any], traffic: Traffic, live: bool | None) -> It
 
 def _restarts(total: Any) -> Iterator[str]:
     """A number, or a number for each fault's name."""
-    text = "Worker lives that ended by a fault and were followed by another."
+    text = "Faults, by name, of worker lives and of what comes before one."
     if isinstance(total, Mapping):
         samples: list[tuple[dict[str, str], float]] = [
             ({"fault": str(name)}, count) for name, count in sorted(total.items()) if _is_number(count)]

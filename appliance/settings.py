@@ -83,6 +83,7 @@ class Settings:
     probe_s: float = 15.0
     request_s: float = 3600.0
     max_body: int = 16 * 1024**2
+    allow_prompt_logprobs: bool = False
     tune: Tune = Tune()
 
 
@@ -166,6 +167,16 @@ def parse_size(text: str | int) -> int:
     if not match:
         raise ValueError(f"{text!r} is not a size such as 512M or 6G")
     return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this address or name is reached from this machine only."""
+    if host.lower().rstrip(".") == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def to_dict(settings: Settings) -> dict[str, Any]:
@@ -357,6 +368,7 @@ KEYS: Mapping[str, Reader] = {
     "probe_s": _positive_seconds,
     "request_s": _positive_seconds,
     "max_body": _size,
+    "allow_prompt_logprobs": _switch,
     "tune.upgrade_loss_pct": _percent,
     "tune.upgrade_rollback": _switch,
 }

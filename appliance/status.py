@@ -1,8 +1,9 @@
 """The service's status: what the agent writes, and how anybody reads it, also when no agent runs.
 
-The agent replaces `runtime/status.json` atomically at each tick. A reader trusts it only while the agent that wrote it
-lives (appliance.identity). When none lives, the last word is in `state/record.json`, which outlives the runtime folder;
-an account that may not read the record finds it in the dead agent's status.
+The agent replaces `runtime/status.json` atomically, at least once a second. A reader trusts it only while the agent
+that wrote it lives (appliance.identity) and writes: one that stands still is `stuck`, whatever it said last. When none
+lives, the last word is in `state/record.json`, which outlives the runtime folder; an account that may not read the
+record finds it in the dead agent's status.
 Does not: show it (cli/glance.py). Rule: readers change nothing, whatever they find.
 """
 
@@ -11,17 +12,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from appliance.errors import ConfigError, CpuNotSupported, DoesNotFit, ModelError, NotReachable
 from appliance.identity import alive
+from appliance.record import FILE as RECORD
 from appliance.unit import Unit
 
 SCHEMA = 1
 FILE = "status.json"
-RECORD = "record.json"
+STUCK_S = 10.0
+"""The agent writes once a second; one that has not written for so long does not turn any more."""
 ENDED = ("failed", "stopped")
 NO_RESTART = {
     ModelError.exit_code: "an unusable model", DoesNotFit.exit_code: "a lack of memory",
@@ -37,19 +41,19 @@ def write(runtime: Path, status: Mapping[str, Any]) -> None:
     """
     with contextlib.suppress(OSError):
         draft = runtime / f".{FILE}.{os.getpid()}"
-        draft.write_text(json.dumps({"schema": SCHEMA, **status}))
+        draft.write_text(json.dumps({"schema": SCHEMA, **status, "turned_at": _since_boot()}))
         draft.chmod(0o644)
         draft.replace(runtime / FILE)
 
 
 def read(runtime: Path) -> dict[str, Any]:
-    """The status of the running agent. Raises NotReachable when none runs."""
+    """The status of the running agent, `stuck` when its loop stands still. Raises NotReachable when none runs."""
     path = runtime / FILE
     status = _object(path)
     if not isinstance(status.get("sentence"), str):
         status = {}
     if alive(status.get("agent")):
-        return status
+        return status | _stuck(status.get("turned_at"))
     last = f"; last word: {status['sentence']}" if status.get("state") == "failed" else ""
     raise NotReachable("the service is not running", why=f"no agent writes {path}{last}", do="run `applianctl serve`")
 
@@ -64,6 +68,11 @@ def current(runtime: Path) -> dict[str, Any] | None:
 def is_ready(status: Mapping[str, Any]) -> bool:
     """Whether a real answer is recent enough; the agent's own word for it."""
     return bool(status.get("ready", status.get("state") == "ready"))
+
+
+def news(status: Mapping[str, Any]) -> str:
+    """What must differ for another line on the screen: the sentence, unless it only counts on."""
+    return "stuck" if status.get("state") == "stuck" else str(status.get("sentence"))
 
 
 def last_word(state: Path, runtime: Path) -> dict[str, Any] | None:
@@ -122,6 +131,19 @@ def _ended_sentence(word: Mapping[str, Any] | None, unit: Unit | None, code: int
 def clean(text: str) -> str:
     """Printable characters only: a worker's words may hold escape sequences."""
     return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _stuck(turned_at: Any) -> dict[str, Any]:
+    """What replaces the word of an agent that does not turn; empty while it does, or where an older release wrote."""
+    if not isinstance(turned_at, (int, float)) or (still_s := _since_boot() - turned_at) <= STUCK_S:
+        return {}
+    return {"state": "stuck", "ready": False, "live": False,
+            "sentence": f"stuck: the agent has not turned for {still_s:.0f} s"}
+
+
+def _since_boot() -> float:
+    """Counts while the machine sleeps, and nobody can set it. The boot is known by the agent's identity."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -20,9 +20,8 @@ BOOTED = Path("/run/systemd/system")
 """There when systemd is PID 1 (sd_booted(3))."""
 SERVICE_RUNTIME = Path("/run/appliance")
 PROPERTIES = (
-    "LoadState", "ActiveState", "SubState", "Result", "MainPID", "ExecMainCode", "ExecMainStatus", "NRestarts",
-    "MemoryMax", "MemoryHigh", "MemoryCurrent", "StatusText", "FragmentPath", "DropInPaths", "UnitFileState",
-    "NeedDaemonReload", "ControlGroup", "InvocationID",
+    "LoadState", "ActiveState", "SubState", "Result", "ExecMainCode", "ExecMainStatus", "NRestarts", "MemoryMax",
+    "MemoryHigh", "FragmentPath", "DropInPaths", "UnitFileState", "NeedDaemonReload",
 )
 NO_VALUE = 1 << 63
 """systemd writes `infinity` or the largest number for "no limit", `[not set]` for "not known"."""
@@ -39,14 +38,11 @@ class Unit:
     active: str
     sub: str
     result: str
-    main_pid: int | None
     exit_status: int | None
     killed_by: int | None
     restarts: int | None
     memory_max_bytes: int | None
     memory_high_bytes: int | None
-    memory_current_bytes: int | None
-    status_text: str
     fragment: str
     drop_ins: tuple[str, ...]
     enabled: str
@@ -93,11 +89,10 @@ def parse(name: str, text: str) -> Unit | None:
     code, status = _number(values.get("ExecMainCode")), _number(values.get("ExecMainStatus"))
     return Unit(
         name=name, load=values.get("LoadState", ""), active=values["ActiveState"], sub=values.get("SubState", ""),
-        result=values.get("Result", ""), main_pid=_number(values.get("MainPID")) or None,
+        result=values.get("Result", ""),
         exit_status=status if code == 1 else None,  # CLD_EXITED; 2 and 3 are CLD_KILLED and CLD_DUMPED
         killed_by=status if code in (2, 3) else None, restarts=_number(values.get("NRestarts")),
         memory_max_bytes=_number(values.get("MemoryMax")), memory_high_bytes=_number(values.get("MemoryHigh")),
-        memory_current_bytes=_number(values.get("MemoryCurrent")), status_text=values.get("StatusText", ""),
         fragment=values.get("FragmentPath", ""), drop_ins=tuple(values.get("DropInPaths", "").split()),
         enabled=values.get("UnitFileState", ""), needs_reload=values.get("NeedDaemonReload") == "yes",
     )

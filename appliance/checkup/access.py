@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import ssl
 import stat
@@ -13,6 +12,7 @@ from pathlib import Path
 from appliance import keys
 from appliance.checkup.patient import Patient
 from appliance.errors import ApplianceError
+from appliance.settings import is_loopback
 from appliance.symptoms import AccessFacts, Problem
 
 CREDENTIALS = ("/etc/credstore/appliance.api_key", "/run/credstore/appliance.api_key",
@@ -29,7 +29,7 @@ def access(case: Patient, unseen: list[str]) -> AccessFacts:
     secrets = [settings.api_key_file, settings.tls.key, str(case.directories.state / keys.FILE)]
     days, tls_problem = _certificate(case)
     return AccessFacts(
-        loopback=_is_loopback(settings.listen.host), host=settings.listen.host, keys=count, keys_problem=problem,
+        loopback=is_loopback(settings.listen.host), host=settings.listen.host, keys=count, keys_problem=problem,
         tls=settings.tls.cert is not None, tls_problem=tls_problem, tls_days=days,
         readable_secrets=tuple(path for path in secrets if path and _open_to_all(Path(path))),
     )
@@ -64,15 +64,6 @@ def _certificate(case: Patient) -> tuple[float | None, str | None]:
     except (OSError, ValueError) as error:
         return None, getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
     return (end - datetime.fromtimestamp(case.now, UTC)).total_seconds() / 86400, None
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _open_to_all(path: Path) -> bool:

@@ -36,8 +36,10 @@ from appliance.store import Store
 
 KEPT = 20
 """Earlier configuration files in state/history."""
-AT_RESTART = ("listen.host", "listen.port", "store")
-"""What a reload cannot change in a running agent."""
+AT_START = ("listen.host", "listen.port", "store")
+"""What a reload cannot change in a running agent; nor can TLS be switched on or off."""
+NEXT_START = "the next start of the agent (`systemctl restart appliance`, or a new `serve`)"
+"""`applianctl restart` is not said here: without systemd it starts another worker, not another agent."""
 SECRET = ("worker.env", "worker.extra_args")
 """Values that may hold a secret are not printed."""
 NOT_TAKEN = "the configuration is not taken"
@@ -167,9 +169,11 @@ def put(app: Application, change: Change) -> Mapping[str, Any] | None:
         return None
     client.command(app.agent_socket, "reload")
     click.echo("the running service takes it now; `applianctl status` shows its trial")
-    late = [key for key in AT_RESTART if _value(change.old, key) != _value(change.new, key)]
+    late = [key for key in AT_START if _value(change.old, key) != _value(change.new, key)]
+    if (change.old.settings.tls.cert is None) != (change.new.settings.tls.cert is None):
+        late.append("tls")
     if late:
-        click.echo(f"{', '.join(late)}: from the next `applianctl restart`")
+        click.echo(f"{', '.join(late)}: from {NEXT_START}")
     return running
 
 
@@ -186,9 +190,9 @@ def follow(app: Application, before: Mapping[str, Any], *, timeout_s: float) -> 
             raise by_exit_code(word.get("exit_code") or TransientError.exit_code)(
                 "the service ended", why=str(word.get("sentence", "")), do="run `applianctl status`")
         taken = current.get("reloaded_at") not in (None, before.get("reloaded_at"))
-        if taken and current["sentence"] != seen:
-            seen = current["sentence"]
-            click.echo(status.clean(seen))
+        if taken and status.news(current) != seen:
+            seen = status.news(current)
+            click.echo(status.clean(current["sentence"]))
         if taken and (refused := [text for text in current.get("warnings", ()) if text.startswith(NOT_TAKEN)]):
             raise ConfigError(refused[0])
         if taken and status.is_ready(current) and current.get("rolled_back"):

@@ -164,9 +164,9 @@ def _until(app: Application, timeout_s: float, done: Callable[[dict[str, Any] | 
             if words:
                 click.echo(words)
             return
-        if current is not None and current["sentence"] != seen:
-            seen = current["sentence"]
-            click.echo(status.clean(seen))
+        if current is not None and status.news(current) != seen:
+            seen = status.news(current)
+            click.echo(status.clean(current["sentence"]))
         if time.monotonic() > deadline:
             raise TransientError(f"not done after {timeout_s:g} s", why=seen, do="look again later")
         time.sleep(0.2)

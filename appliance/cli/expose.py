@@ -20,10 +20,11 @@ LOOPBACK = "127.0.0.1"
 def expose(app: Application, host: str | None, port: int | None, off: bool) -> None:
     """Listen on HOST (an address of this machine, or 0.0.0.0 for all), with an API key.
 
-    Writes listen.host to the configuration file; comments stay. In force after `applianctl restart`.
+    Writes listen.host to the configuration file; comments stay. In force from the next start of the agent.
     """
     from appliance import configfile
-    from appliance.front.guard import is_loopback
+    from appliance.cli.apply import NEXT_START
+    from appliance.settings import is_loopback
 
     if off == (host is not None):
         raise UsageError("expose needs one of HOST and --off", do="see `applianctl expose --help`")
@@ -53,7 +54,7 @@ def expose(app: Application, host: str | None, port: int | None, off: bool) -> N
         source = app.parsed.sources.get(name, "")
         if source.startswith("APPLIANCE_"):
             click.echo(f"warning: the variable {source} wins over the file", err=True)
-    click.echo(f"now run `applianctl restart`; it then listens on {_address(host, port or settings.listen.port)}")
+    click.echo(f"it listens on {_address(host, port or settings.listen.port)} from {NEXT_START}")
 
 
 def _make_sure_of_a_key(app: Application, ring: KeyRing) -> None:

@@ -13,11 +13,11 @@ from appliance.cli.application import Application
 @click.command()
 @click.pass_obj
 def reset(app: Application) -> None:
-    """Forget lowered rungs, configurations that were given up, and faults. A running worker is started anew."""
+    """Forget lowered rungs, configurations that were given up, and faults."""
     app.become_owner()
     if status.current(app.service.runtime) is not None:
         client.command(app.agent_socket, "reset")
-        click.echo("reset: the worker starts anew with the whole plan; `applianctl status` shows it")
+        click.echo("reset: forgotten; a waiting service starts at once, a lowered rung is left now")
         return
     known = record.load(app.directories.state)
     if known.warning:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 import time
 
 import click
@@ -44,8 +42,7 @@ def serve(app: Application, model: str | None, host: str | None, port: str | Non
     # Without the settings: a wrong configuration must still end with a last word where `status` finds it.
     directories = from_process(app.env)
     journal = Journal(ensure(directories.state) / "agent.log", began=time.monotonic(), stamped=not notifier.listening)
-    Agent(configure=configure, directories=directories, env=app.env, notifier=notifier, say=journal.say).run()
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        sys.stdout.flush()
-        return
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the interpreter's last flush would change the exit code
+    try:
+        Agent(configure=configure, directories=directories, env=app.env, notifier=notifier, say=journal.say).run()
+    finally:
+        journal.close()

@@ -89,9 +89,9 @@ def wait_until_ready(app: Application, *, timeout_s: float, say: bool) -> dict[s
             settled = now + SETTLE_S
             if status_file.is_ready(current) or current["state"] in status_file.ENDED:
                 return current
-            if current["sentence"] != seen and say:
+            if status_file.news(current) != seen and say:
                 click.echo(status_file.clean(current["sentence"]))
-                seen = current["sentence"]
+                seen = status_file.news(current)
             if now > deadline:
                 raise TransientError(f"not ready after {timeout_s:g} s", why=current["sentence"], do="look again later")
         time.sleep(0.2)
@@ -135,7 +135,7 @@ def _change(current: dict[str, Any]) -> str:
 
     if status_file.is_ready(current):
         return f"{current.get('state')}: {current.get('model')}"
-    return status_file.clean(str(current.get("sentence")))
+    return status_file.clean(status_file.news(current))
 
 
 def _look_or_absent(app: Application) -> dict[str, Any]:

@@ -4,6 +4,7 @@
     desk.py         one request from its arrival to its end: guard, limits, queue, relay or own answer
     guard.py        PURE  who may come in: key, Host, Origin
     routes.py       PURE  which paths exist, and which of them reach the worker
+    parameters.py   PURE  which parameters of a request are refused
     line.py         seats and the queue before them
     relay.py        one request to the worker's unix socket and its answer back, as it comes
     body.py         a request's body: read, held while it waits, let go as it is sent on

@@ -48,6 +48,10 @@ class Body:
         self.size_bytes += len(piece)
         self._shelf.held_bytes += len(piece)
 
+    def whole(self) -> bytes:
+        """A copy of what is held; nothing is let go."""
+        return b"".join(self._pieces)
+
     async def pieces(self) -> AsyncIterator[bytes]:
         """The pieces, once: each is let go as it is taken."""
         while self._pieces:

@@ -14,15 +14,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 from collections.abc import Callable
-from typing import Any
 
 from aiohttp import web
 
 from appliance import metrics
 from appliance.board import COMMANDS, Board, Command
-from appliance.front import guard, routes, words
+from appliance.front import guard, parameters, routes, words
 from appliance.front.body import Body, Shelf, ShelfFull, check_size, read
 from appliance.front.connection import Connection
 from appliance.front.line import Line, TurnedAway
@@ -30,17 +28,15 @@ from appliance.front.relay import Flight, Relay, Sums
 from appliance.front.routes import Kind, Route
 from appliance.front.words import SERVER, Refusal
 from appliance.keys import KeyRing
-from appliance.settings import Settings
+from appliance.settings import Settings, is_loopback
 
 WAIT_S = 300.0
 """How long a request may wait for a seat."""
 RUNNING = 8
 """Seats until the plan has said how many."""
 LIGHT_SEATS, LIGHT_PLACES, LIGHT_WAIT_S = 4, 64, 30.0
-CONTROL_BYTES = 64 * 1024
 MODELS_S, METRICS_S = 10.0, 1.0
 JSON = "application/json"
-PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 log = logging.getLogger("appliance.front")
 
 
@@ -52,7 +48,6 @@ class Desk:
         self.stopping = False
         self.flights: set[Flight] = set()
         self.answered_total = self.accepted_total = self.refused_total = self.failed_total = 0
-        self.last_answer_at: float | None = None
         self._board = board
         self._keys = keys
         self._relay = relay
@@ -103,7 +98,7 @@ class Desk:
         """The route of a public request. Raises Refusal."""
         if request.path in routes.OPEN:
             return self._routed(request, own_socket=False)
-        keyed = self._keys.required or not guard.is_loopback(self.settings.listen.host)
+        keyed = self._keys.required or not is_loopback(self.settings.listen.host)
         if keyed:
             refusal = guard.key_refusal(request.headers.get("Authorization"), self._keys.accepts)
             if refusal:
@@ -149,9 +144,10 @@ class Desk:
             case Kind.METRICS:
                 ours = metrics.render(board.status, board.traffic, live=words.live_word(board.turned_age_s())[0] == 200)
                 worker = await self._relay.whole("/metrics", timeout_s=METRICS_S) if board.gate.open else None
-                return web.Response(body=ours.encode() + (worker or b""), headers={"Content-Type": PROMETHEUS})
+                return web.Response(body=ours.encode() + (worker or b""),
+                                    headers={"Content-Type": metrics.CONTENT_TYPE})
             case Kind.CONTROL:
-                return await self._control(request, route.name)
+                return self._control(route.name)
 
     async def _work(self, request: web.BaseRequest, route: Route, line: Line, wait_s: float) -> web.StreamResponse:
         """A request for the worker: room, body, seat, answer."""
@@ -180,11 +176,10 @@ class Desk:
             timer.cancel()
             self.flights.discard(flight)
             line.leave(seated_s=None if flight.seated is None else loop.time() - flight.seated)
-        if flight.ended is not None or response.status >= 500:
+        if flight.ended is not None or flight.failed or response.status >= 500:
             self.failed_total += generates and (flight.ended is None or flight.ended.status >= 500)
         elif generates and response.status == 200:
             self.answered_total += 1
-            self.last_answer_at = time.time()
         return response
 
     async def _seated(
@@ -193,6 +188,7 @@ class Desk:
         body = Body(self._shelf)
         try:
             await read(request, body, self._shelf, self.settings.max_body)
+            self._check_parameters(route, body)
             await line.sit(wait_s)
             flight.seated = asyncio.get_running_loop().time()
             self._check_gate()
@@ -222,6 +218,12 @@ class Desk:
         if not line.enter():
             raise self._busy(429, f"{line.running} requests are being answered and {line.queued} are waiting")
 
+    def _check_parameters(self, route: Route, body: Body) -> None:
+        if route.kind is Kind.GENERATE and not self.settings.allow_prompt_logprobs:
+            refusal = parameters.refusal(body.whole(), path=route.path)
+            if refusal:
+                raise Refusal(400, "not_allowed", refusal)
+
     def _check_gate(self) -> None:
         gate = self._board.gate
         if self.stopping or not gate.open:
@@ -241,21 +243,10 @@ class Desk:
                 return web.Response(text=json.dumps(model), content_type=JSON)
         raise Refusal(404, "model_not_found", "the model in this path is not served here; see /v1/models")
 
-    async def _control(self, request: web.BaseRequest, name: str) -> web.StreamResponse:
+    def _control(self, name: str) -> web.StreamResponse:
         if name not in COMMANDS:
             raise Refusal(404, "unknown_command", f"commands are {', '.join(COMMANDS)}")
-        check_size(request, CONTROL_BYTES)
-        body = Body(self._shelf)
-        try:
-            await read(request, body, self._shelf, CONTROL_BYTES)
-            told: Any = json.loads(b"".join([piece async for piece in body.pieces()]) or b"{}")
-        except (ValueError, RecursionError):
-            told = None
-        finally:
-            body.drop()
-        if not isinstance(told, dict):
-            raise Refusal(400, "bad_body", "the body is not a JSON object")
-        self._board.commands.put(Command(name=name, body=told))
+        self._board.commands.put(Command(name=name))
         return web.Response(status=202, text=json.dumps({"accepted": name}) + "\n", content_type=JSON)
 
     def _seats(self) -> int:

@@ -15,18 +15,19 @@ import os
 import socket
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from appliance.board import Board, Traffic
 from appliance.errors import ConfigError, TransientError
-from appliance.front import certificate, guard
+from appliance.front import certificate
 from appliance.front.connection import Listener
 from appliance.front.desk import Desk
 from appliance.front.relay import Relay
 from appliance.front.words import Refusal
 from appliance.keys import KeyRing, configured_key
-from appliance.settings import Settings
-from appliance.supervisor.health import check_port
+from appliance.settings import Settings, is_loopback
+from appliance.supervisor.health import listening_socket
 
 HEARTBEAT_S = 0.5
 STALLED_S = 60.0
@@ -36,6 +37,7 @@ HANDSHAKE_S = 10.0
 CERTIFICATE_CHECK_S = 3600.0
 START_S = 10.0
 CALL_S = 5.0
+NEXT_START = "counts at the next start of the agent (systemctl restart appliance, or a new `serve`)"
 
 
 class FrontDoor:
@@ -64,7 +66,7 @@ class FrontDoor:
         refusal = exposure_refusal(self._settings, self._keys)
         if refusal:
             raise refusal
-        public = _public_socket(self._settings.listen.host, self._settings.listen.port)
+        public = listening_socket(self._settings.listen.host, self._settings.listen.port, backlog=BACKLOG)
         try:
             own = _own_socket(self._agent_socket)
         except BaseException:
@@ -75,15 +77,35 @@ class FrontDoor:
         if not self._listening.wait(START_S):
             raise TransientError("the front door did not open", why="its thread did not start", do="see the log")
 
+    @property
+    def address(self) -> str:
+        """Where the API is reached, as bound: `scheme://host:port`."""
+        listen = self._settings.listen
+        host = f"[{listen.host}]" if ":" in listen.host else listen.host
+        return f"{'https' if self._certificates else 'http'}://{host}:{listen.port}"
+
+    @property
+    def max_queued(self) -> int:
+        """The limit in force: after a reload that was refused it is not the configuration's."""
+        return self._settings.max_queued
+
     def reload(self, settings: Settings) -> str | None:
-        """Take new keys, limits and certificate files; the reason when they are refused, and the old ones stay."""
-        if settings.listen != self._settings.listen:
-            return "listen.host and listen.port change at a restart only"
-        if (settings.tls.cert is None) != (self._certificates is None):
-            return "TLS is switched on and off at a restart only"
+        """Take new keys, limits and certificate files; what was not taken, and why.
+
+        A key or certificate that cannot be used changes nothing. The address, and TLS on or off, stay as they are bound
+        while all else is taken.
+        """
+        bound, later = self._settings, []
+        if settings.listen != bound.listen:
+            settings = replace(settings, listen=bound.listen)
+            later.append("listen")
+        switched = (settings.tls.cert is None) != (bound.tls.cert is None)
+        if switched:
+            settings = replace(settings, tls=bound.tls)
+            later.append("TLS on or off")
         try:
             extra = configured_key(settings.api_key_file, os.environ)
-            if self._certificates is not None:
+            if self._certificates is not None and not switched:
                 self._certificates.load(settings.tls)
         except ConfigError as error:
             return error.line
@@ -92,7 +114,7 @@ class FrontDoor:
         self._certificate_checked = float("-inf")
         if self._desk is not None:
             self._desk.settings = settings  # one assignment: seen by the next request
-        return None
+        return f"{' and '.join(later)} changed: {NEXT_START}" if later else None
 
     def stop(self, *, grace_s: float) -> None:
         """Answer new requests with 503 while running ones have `grace_s` to finish; then close everything."""
@@ -174,7 +196,6 @@ class FrontDoor:
             at=time.monotonic(), running=desk.line.running, queued=desk.line.queued,
             accepted_total=desk.accepted_total, refused_total=desk.refused_total, failed_total=desk.failed_total,
             answered_total=desk.answered_total, bytes_total=sums.bytes_total, chunks_total=sums.chunks_total,
-            last_answer_at=desk.last_answer_at,
             oldest_running_s=max(ages, default=0.0),
             warnings=tuple(filter(None, (self._certificate_warning, self._keys.warning))),
         )
@@ -182,28 +203,11 @@ class FrontDoor:
 
 def exposure_refusal(settings: Settings, keys: KeyRing) -> ConfigError | None:
     """Why this address must not be listened on: other machines could use the service without a key."""
-    if guard.is_loopback(settings.listen.host) or keys.required:
+    if is_loopback(settings.listen.host) or keys.required:
         return None
     return ConfigError(f"will not listen on {settings.listen.host}",
                        why="it can be reached from other machines and there is no API key",
                        do="make one with `applianctl key new`, or set listen.host to 127.0.0.1")
-
-
-def _public_socket(host: str, port: int) -> socket.socket:
-    """Bound, not listening yet. Raises what `check_port` raises."""
-    check_port(host, port)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        made.bind((host, port))
-    except OSError as error:  # taken since the check
-        made.close()
-        raise TransientError(f"cannot listen on {host}:{port}", why=error.strerror or str(error),
-                             do="stop the other program or set listen.port") from None
-    return made
 
 
 def _own_socket(path: Path) -> socket.socket:

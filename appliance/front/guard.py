@@ -12,9 +12,10 @@ it is decided by its mode and group.
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable
 from urllib.parse import urlsplit
+
+from appliance.settings import is_loopback
 
 BEARER = "bearer "
 
@@ -37,16 +38,6 @@ def stranger_refusal(host: str | None, origin: str | None, *, listen_host: str) 
     if origin is not None and (host is None or urlsplit(origin).netloc.lower() != host.lower()):
         return "web pages of other origins are not answered without an API key"
     return None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether this address or name is reached from this machine only."""
-    if host.lower().rstrip(".") == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _names_this_machine(name: str, listen_host: str) -> bool:

@@ -33,6 +33,8 @@ STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """A gateway in between must not collect a stream either."""
 WHOLE_BYTES = 4 * 1024**2
 WORKER = "http://worker"
+ERROR = b'data: {"error"'
+"""How vLLM's last event begins when a stream fails in the middle; a text that is generated has its quotes escaped."""
 LOST_RETRY_S = 2
 LAST_WORD_S = 2.0
 
@@ -40,13 +42,14 @@ LAST_WORD_S = 2.0
 @dataclass(kw_only=True, eq=False)
 class Flight:
     """A request in work, as the heartbeat sees it. Clocks: the event loop's. `asked`: the worker was; `writing_since`:
-    the client has taken nothing since then; `ended`: why the door ends it."""
+    the client has taken nothing since then; `failed`: the worker's stream said an error; `ended`: why the door ends it."""
 
     task: asyncio.Task[object]
     began: float
     seated: float | None = None
     asked: bool = False
     writing_since: float | None = None
+    failed: bool = False
     ended: Refusal | None = None
 
     def end(self, why: Refusal) -> None:
@@ -123,6 +126,7 @@ class Relay:
             response.headers.setdefault("Retry-After", str(LOST_RETRY_S))
         clock = asyncio.get_running_loop().time
         sums = self.sums
+        end = b""  # of the piece before: an event may be cut anywhere
         try:
             await response.prepare(request)
             while True:
@@ -136,7 +140,11 @@ class Relay:
                     await response.write_eof()  # here, where a client that takes nothing is noticed
                     return response
                 sums.bytes_total += len(piece)
-                sums.chunks_total += piece.count(b"data: {") if streamed else 0
+                if streamed:
+                    sums.chunks_total += piece.count(b"data: {")
+                    end += piece
+                    flight.failed = flight.failed or ERROR in end
+                    end = end[1 - len(ERROR):]
                 await response.write(piece)
                 flight.writing_since = None
         except asyncio.CancelledError:

@@ -339,7 +339,7 @@ class Agent:
         ready = state == "ready" and not self._drained
         self.board.gate = gate(state, wait_s=self._until - now if self._turn == self._wait else 0.0)
         sentence = self.snapshot.publish(
-            state=state, phase=phase, ready=ready, life=life, worker=self._worker, now=now,
+            state=state, phase=phase, ready=ready, life=life, worker=self._worker, door=self.door, now=now,
             progress=self._preparation.progress if self._preparation else None,
             until=self._until if self._turn == self._wait else None)
         if sentence != self._said:

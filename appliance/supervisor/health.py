@@ -118,19 +118,28 @@ def answer(worker: Path, *, model: str, timeout_s: float, tokens: int = 1) -> An
 
 
 def check_port(host: str, port: int) -> None:
-    """Try to bind this address. Raises TransientError when it is taken, naming the holder where it can be seen, and
-    ConfigError when it can never be bound here.
+    """Whether this address could be listened on. Raises what `listening_socket` raises."""
+    listening_socket(host, port, backlog=1).close()
+
+
+def listening_socket(host: str, port: int, *, backlog: int) -> socket.socket:
+    """A socket that listens on this address; `::` takes IPv4 too. Raises TransientError when it is taken, naming the
+    holder where it can be seen, and ConfigError when it can never be bound here.
 
     Connections in TIME_WAIT do not count: a restart may bind at once.
     """
     what = f"cannot listen on {host}:{port}"
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made: socket.socket | None = None
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-            probe.listen(1)
+        made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if made.family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        made.bind((host, port))
+        made.listen(backlog)
     except OSError as error:
+        if made is not None:
+            made.close()
         if error.errno == errno.EADDRINUSE:
             raise TransientError(what, why=f"port {port} is taken" + _holder(port),
                                  do="stop the other program or set listen.port") from None
@@ -139,6 +148,7 @@ def check_port(host: str, port: int) -> None:
                               do="set listen.port to 1024 or more") from None
         raise ConfigError(what, why=error.strerror or str(error),
                           do="set listen.host to an address of this machine") from None
+    return made
 
 
 def _holder(port: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from appliance import __version__, status
 from appliance.board import Board
@@ -27,6 +27,9 @@ from appliance.supervisor.course import Course
 from appliance.supervisor.life import Life
 from appliance.supervisor.notify import Notifier
 from appliance.supervisor.worker import WorkerTree
+
+if TYPE_CHECKING:
+    from appliance.front.door import FrontDoor
 
 MEMORY_EVERY_S = 15.0
 SIZES_EVERY_S = 300.0
@@ -63,10 +66,6 @@ class Snapshot:
     def plan(self, node: Node, rung: Rung) -> None:
         """What the next worker will be."""
         kernels = {choice.name: choice.value for choice in node.plan.choices}
-        listen = self.course.parsed.settings.listen
-        host = f"[{listen.host}]" if ":" in listen.host else listen.host
-        scheme = "https" if self.course.parsed.settings.tls.cert else "http"
-        self.address = f"{scheme}://{host}:{listen.port}"
         config = parse_config(node.model.quantization)
         self.values |= {
             "model": node.model.name, "digest": node.model.digest, "tier": node.host.cpu.tier,
@@ -74,7 +73,7 @@ class Snapshot:
                        "table_bits": config.stored_table_bits},
             "kernel": f"{kernels['kernel, one row']} / {kernels['kernel, many rows']}", "rung": rung.id,
             "threads": rung.threads, "context": rung.context, "ceiling_bytes": node.plan.ceiling_bytes,
-            "usable_bytes": node.plan.usable_bytes, "fingerprint": node.plan.fingerprint, "address": self.address,
+            "usable_bytes": node.plan.usable_bytes, "fingerprint": node.plan.fingerprint,
             "versions": dict(node.versions), "max_running": rung.running,
         }
 
@@ -104,11 +103,12 @@ class Snapshot:
         self.values |= {"memory_bytes": None, "worker_pid": None, "pids": [], "tokens_per_s": None}
         self._measured = None
 
-    def publish(self, *, state: str, phase: str, ready: bool, life: Life | None, worker: WorkerTree | None, now: float,
-                progress: Mapping[str, Any] | None, until: float | None) -> str:
+    def publish(self, *, state: str, phase: str, ready: bool, life: Life | None, worker: WorkerTree | None,
+                door: FrontDoor | None, now: float, progress: Mapping[str, Any] | None, until: float | None) -> str:
         """Publish this moment; returns the sentence without ages, which systemd and the log get."""
         sentence = _sentence(state, phase, progress, self.values)
         traffic = self.board.traffic
+        self.address = door.address if door is not None else ""
         self._measure(worker, now)
         wall = time.time()
         trial = self.course.record.trial
@@ -119,7 +119,7 @@ class Snapshot:
         self.values |= {
             "state": state, "sentence": sentence, "phase": phase, "progress": dict(progress) if progress else None,
             "live": True, "ready": ready, "running": traffic.running, "queued": traffic.queued,
-            "max_queued": self.course.parsed.settings.max_queued,  # the front door's: a reload changes it at once
+            "address": self.address or None, "max_queued": door.max_queued if door is not None else None,
             "tokens_per_s": life.tokens_per_s if life is not None else None,
             "rung_reason": self.course.record.rung.reason if self.values.get("rung") != "full" else None,
             "retry_at": wall + until - now if until is not None else None,

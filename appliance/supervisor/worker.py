@@ -85,24 +85,23 @@ class WorkerTree:
         end = data.rfind(b"\n") + 1
         self._offset += end
         if self._offset > LOG_BYTES:
-            data = data[:end] + self._cut_log(data[:end])
+            data = data[:end] + self._cut_log()
             end = data.rfind(b"\n") + 1
         return data[:end].decode("utf-8", "replace").splitlines()
 
-    def _cut_log(self, last: bytes) -> bytes:
-        """Keep the last words in `worker.log.1` and empty the log, which the worker goes on appending to; returns what
+    def _cut_log(self) -> bytes:
+        """Keep the last half in `worker.log.1` and empty the log, which the worker goes on appending to; returns what
         it wrote meanwhile."""
         rest = b""
-        with contextlib.suppress(OSError):
-            kept = self.command.log.with_suffix(".log.1")
-            kept.write_bytes(last)
-            with open(self.command.log, "r+b") as log:
-                log.seek(self._offset)
-                rest = log.read(LOG_READ_BYTES)
-                log.truncate(0)
+        with contextlib.suppress(OSError), open(self.command.log, "r+b") as log, \
+                open(self.command.log.with_suffix(".log.1"), "wb") as kept:
+            log.seek(self._offset - LOG_BYTES // 2)
+            kept.write(log.read(LOG_BYTES // 2))
+            kept.flush()  # a full disk is noticed before anything is lost
+            rest = log.read(LOG_READ_BYTES)
+            log.truncate(0)
             self._offset = 0
-            with open(kept, "ab") as more:
-                more.write(rest)
+            kept.write(rest)
         return rest
 
     def members(self, now: float | None = None) -> list[psutil.Process]:

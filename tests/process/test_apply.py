@@ -50,7 +50,7 @@ def test_a_change_is_followed_until_it_is_kept(node: Node) -> None:
 def test_what_needs_no_other_worker_changes_none(node: Node) -> None:
     worker = node.agent.status()["worker_pid"]
     done = node.run("apply", "--set", "max_queued=3", "--set", "listen.port=9999", "--wait")
-    assert "listen.port: from the next `applianctl restart`" in done.stdout.splitlines()
+    assert "listen.port: from the next start of the agent (`systemctl restart appliance`, or a new `serve`)" in done.stdout.splitlines()
     assert done.stdout.splitlines()[-1] == "kept"
     assert node.agent.status()["worker_pid"] == worker
 
@@ -77,7 +77,7 @@ def test_rollback_history_and_reset(node: Node) -> None:
     assert "context: 256" in node.file.read_text(), "the file is the operator's"
     events = [line[27:].split()[0] for line in node.run("history").stdout.splitlines()]
     assert events == ["trial", "kept", "trial", "kept", "rolled-back"]
-    assert "starts anew" in node.run("reset").stdout
+    assert "a waiting service starts at once" in node.run("reset").stdout
     status = node.agent.until(lambda status: bool(status.get("ready")) and status.get("context") == 256)
     assert status["rolled_back"] is None
 

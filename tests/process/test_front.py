@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import itertools
 import json
 import socket
@@ -53,7 +55,6 @@ def test_a_completion_comes_through(house: House) -> None:
     traffic = house.board.traffic
     assert (traffic.accepted_total, traffic.failed_total, traffic.refused_total, traffic.running) == (2, 0, 0, 0)
     assert traffic.chunks_total == 4
-    assert traffic.last_answer_at is not None
 
 
 def test_pieces_of_a_stream_arrive_as_they_are_made(house: House) -> None:
@@ -213,13 +214,10 @@ def test_a_shut_gate_says_why_and_when_to_come_back(house: House) -> None:
 
 def test_commands_come_in_on_the_own_socket_only(house: House) -> None:
     house.open()
-    assert house.ask("POST", "/control/drain", {"why": "upgrade"}, own=True).status == 202
-    assert house.board.commands.get_nowait() == Command(name="drain", body={"why": "upgrade"})
-    assert house.ask("POST", "/control/reload", own=True).status == 202
-    assert house.board.commands.get_nowait() == Command(name="reload")
+    for name, body in (("drain", None), ("reload", {"a body": "is not read"})):
+        assert house.ask("POST", f"/control/{name}", body, own=True).status == 202
+        assert house.board.commands.get_nowait() == Command(name=name)
     assert house.ask("POST", "/control/explode", own=True).status == 404
-    assert house.ask("POST", "/control/stop", b"[1]", own=True).status == 400
-    assert house.ask("POST", "/control/stop", b"{" * 100_000, own=True).status == 413
     assert house.ask("GET", "/control/stop", own=True).status == 405
     assert house.ask("POST", "/control/stop", {}).status == 404
     assert house.board.commands.empty()
@@ -268,6 +266,48 @@ def test_a_worker_that_dies_in_the_middle_ends_the_stream_with_an_error_event(ho
     house.until(lambda: house.board.traffic.failed_total == 1)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_engine_that_dies_in_the_middle_is_no_answer(house: House, stream: bool) -> None:
+    """vLLM's API process ends such a stream by itself, with status 200, an error event and `[DONE]`."""
+    house.work(FAKE_TOKEN_S="0.05")
+    house.open()
+    threading.Timer(0.7, (house.control / "die-9").touch).start()
+    answer = house.complete(stream=stream, max_tokens=200)
+    assert answer.status == (200 if stream else 500)
+    assert (b'data: {"error"' in answer.body) == stream
+    house.until(lambda: house.board.traffic.failed_total == 1)
+    assert house.board.traffic.answered_total == 0
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (15,), (5, 9)])
+@pytest.mark.parametrize(("event", "failed"), [
+    (b'data: {"error": {"message": "x"}}\n\n', 1), (b'data: {"error":{"message":"x"}}\n\n', 1),
+    (b'data: {"choices":[{"text":"data: {\\"error\\""}]}\n\n', 0),
+])
+def test_an_error_event_is_seen_however_it_is_cut(house: House, cuts: tuple[int, ...], event: bytes, failed: int) -> None:
+    edges = (0, *cuts, len(event))
+    with socket.socket(socket.AF_UNIX) as worker:
+        worker.bind(str(house.home / "worker.sock"))
+        worker.listen()
+
+        def answer_once() -> None:
+            connection, _ = worker.accept()
+            with connection:
+                while b"prompt" not in connection.recv(65536):
+                    pass
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+                for start, end in itertools.pairwise(edges):
+                    connection.sendall(b"%x\r\n%s\r\n" % (end - start, event[start:end]))
+                    time.sleep(0.05)
+                connection.sendall(b"0\r\n\r\n")
+
+        threading.Thread(target=answer_once).start()
+        house.open()
+        assert house.complete(stream=True).body == event
+    house.until(lambda: house.board.traffic.answered_total + house.board.traffic.failed_total == 1)
+    assert house.board.traffic.failed_total == failed
+
+
 def test_a_worker_that_dies_before_its_answer_is_an_error_answer(house: House) -> None:
     house.work(FAKE_TOKEN_S="0.1")
     house.open()
@@ -293,9 +333,74 @@ def test_case_012_a_taken_port_is_refused_by_name(house: House) -> None:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", house.port))
         holder.listen()
-        with pytest.raises(TransientError, match=f"port {house.port} is taken by"):
+        with pytest.raises(TransientError, match=f"cannot listen on 127.0.0.1:{house.port}: port {house.port} is taken by"):
             house.open()
         assert not (house.home / "agent.sock").exists()
+
+
+def test_an_address_of_another_machine_is_a_wrong_setting(house: House) -> None:
+    house.keys.new("")
+    with pytest.raises(ConfigError, match="address of this machine"):
+        house.open(Settings(listen=Listen(host="192.0.2.1")))
+
+
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "http://127.0.0.1"), ("localhost", "http://localhost"), ("::1", "http://[::1]")])
+def test_the_address_as_bound(house: House, host: str, shown: str) -> None:
+    try:
+        door = house.open(Settings(listen=Listen(host=host)))
+    except ConfigError:
+        pytest.skip("no IPv6 here")
+    assert door.address == f"{shown}:{house.port}"
+    with contextlib.closing(http.client.HTTPConnection(host, house.port, timeout=5)) as client:
+        client.request("GET", "/livez")
+        assert client.getresponse().read() == b"live\n"
+
+
+LOGPROBS = COMPLETION | {"logprobs": 1}
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize("body", [
+    COMPLETION | {"prompt_logprobs": 0}, COMPLETION | {"prompt_logprobs": 5, "stream": True}, LOGPROBS | {"echo": True},
+    LOGPROBS | {"echo": "yes", "logprobs": 0}, CHAT | {"prompt_logprobs": 1}, CHAT | {"echo": True},
+    CHAT | {"echo": True, "logprobs": True, "top_logprobs": 2}, json.dumps(COMPLETION | {"prompt_logprobs": 0}).encode("utf-16"),
+    json.dumps(COMPLETION | {"prompt_logprobs": 0}).encode("utf-32-le"), b'\xef\xbb\xbf{"prompt":"x","prompt_logprobs":1}',
+    rb'{"prompt":"x","\u0070rompt_logprobs":1}', rb'{"prompt":"x","prompt\u005Flogprobs":1}', rb'{"prompt":"x","logprobs":1,"ech\u006f":1}',
+    b'{"prompt":"x","prompt_logprobs":null,"prompt_logprobs":1}', b'{"x":' + b"[" * 100_000 + b'"prompt_logprobs"', b'{"echo"',
+    {"prompt": "x" * 1_100_000, "prompt_logprobs": 0},
+])
+def test_what_takes_memory_outside_the_plan_is_refused_unless_allowed(house: House, body: Any) -> None:
+    house.work()
+    door = house.open()
+    path = "/v1/chat/completions" if isinstance(body, dict) and "messages" in body else "/v1/completions"
+    for own in (False, True):
+        answer = house.ask("POST", path, body, own=own)
+        assert (answer.status, answer.code) == (400, "not_allowed")
+    assert house.metric("vllm:prompt_tokens_total") == 0
+    assert door.reload(Settings(listen=Listen(port=house.port), allow_prompt_logprobs=True)) is None
+    again = house.ask("POST", path, body)
+    assert again.status == 200 or again.code != "not_allowed"
+
+
+@pytest.mark.parametrize("body", [
+    COMPLETION | {"prompt_logprobs": None}, COMPLETION | {"echo": True}, LOGPROBS, LOGPROBS | {"echo": False},
+    COMPLETION | {"prompt": 'say "echo" and "prompt_logprobs": 1', "logprobs": 1}, COMPLETION | {"prompt": "echo", "logprobs": 1},
+    COMPLETION | {"prompt": "caf\u00e9", "logprobs": 1}, CHAT | {"logprobs": True, "top_logprobs": 2},
+    CHAT | {"echo": True, "top_logprobs": None}, CHAT | {"tools": [{"parameters": {"prompt_logprobs": 1, "echo": True}}]},
+])
+def test_what_only_looks_like_it_comes_through(house: House, body: Any) -> None:
+    house.work()
+    house.open()
+    assert house.ask("POST", "/v1/chat/completions" if "messages" in body else "/v1/completions", body).status == 200
+
+
+@pytest.mark.parametrize("body", [b"[1]", b'"echo"', b"{", b"\xff"])
+def test_what_is_no_request_is_the_workers_to_refuse(house: House, body: bytes) -> None:
+    house.work()
+    house.open()
+    answer = house.ask("POST", "/v1/completions", body)
+    assert answer.status == 400
+    assert answer.code != "not_allowed"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "node.example"])

@@ -205,3 +205,24 @@ def test_doctor_when_the_agent_was_killed(agent: Agent) -> None:
     assert done.returncode == 69
     assert "[agent-gone]" in done.stdout
     assert "[orphan-worker]" in done.stdout
+
+
+def test_a_frozen_agent_is_not_ready(agent: Agent) -> None:
+    process = agent.serve("ok")
+    agent.ready()
+    process.send_signal(signal.SIGSTOP)
+    try:
+        agent.until(lambda status: status["state"] == "stuck", timeout=20)
+        done = agent.run("status")
+        assert done.returncode == 69
+        assert re.fullmatch(r"stuck: the agent has not turned for 1\d s", done.stdout.splitlines()[0])
+        shown = json.loads(agent.run("status", "--json").stdout)
+        assert (shown["ready"], shown["live"], shown["model"]) == (False, False, "tiny")
+        waited = agent.run("status", "--wait", "--timeout", "3")
+        assert waited.returncode == 75
+        assert len(waited.stdout.splitlines()) == 1, "it only counts on"
+        assert agent.run("chat", "hello").returncode == 69
+    finally:
+        process.send_signal(signal.SIGCONT)
+    agent.ready(timeout=20)
+    assert agent.run("status").returncode == 0

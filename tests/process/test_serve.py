@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -271,6 +272,30 @@ def test_nobody_reads_the_output_and_any_stop_signal_is_clean(agent: Agent, numb
     assert process.returncode == 0
     assert agent.worker_processes() == []
     assert agent.last_written()["state"] == "stopped"
+
+
+def test_a_full_pipe_stops_neither_the_loop_nor_the_stop(agent: Agent) -> None:
+    process = agent.serve("ok")
+    agent.ready()
+    pipe = os.open(f"/proc/{process.pid}/fd/1", os.O_WRONLY | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(pipe, b".")
+    os.close(pipe)
+    for _ in range(3):
+        agent.command("drain")
+        agent.wait_for("draining", timeout=5)
+        agent.command("resume")
+        agent.wait_for("ready", timeout=5)
+    assert agent.get("/livez").status == 200
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    process.wait(timeout=20)
+    assert process.returncode == 0
+    assert time.monotonic() - began < 10
+    said = (agent.home / "state" / "agent.log").read_text()
+    assert said.count("asked to drain") == 3
+    assert said.count("asked to stop") == 1
 
 
 def test_a_hung_engine_does_not_delay_the_stop(agent: Agent) -> None:

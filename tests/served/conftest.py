@@ -113,7 +113,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def served(home: Path) -> Iterator[Served]:
-    settings = (f"worker: {{env: {{PYTHONPATH: {RECORDER}, VLLM_PLUGINS: 'cpu_int4,int4_recorder', "
+    settings = (f"allow_prompt_logprobs: true\nworker: {{env: {{PYTHONPATH: {RECORDER}, VLLM_PLUGINS: 'cpu_int4,int4_recorder', "
                 f"INT4_RECORD: {home / 'record.jsonl'}}}}}\n")
     service = serve(home, settings=settings)
     yield service

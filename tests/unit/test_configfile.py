@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.configfile import HEADER, edited, set_keys, value_of
+from appliance.configfile import HEADER, edited, read, value_of, write
 from appliance.errors import ConfigError, StoreError
 from appliance.settings import parse
 
@@ -41,6 +41,11 @@ worker:
     - b
 # end
 """
+
+
+def change(file: Path, changes: dict[str, Any]) -> None:
+    """As `apply` and `expose` do it."""
+    write(file, edited(read(file), changes, origin=str(file)))
 
 
 def changed_lines(text: str, changes: dict[str, Any]) -> list[str]:
@@ -100,7 +105,7 @@ def test_what_is_not_understood_is_not_touched(text: str, words: str, tmp_path: 
     file = tmp_path / "a.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=words):
-        set_keys(file, {"context": 1024, "max_queued": 7})
+        change(file, {"context": 1024, "max_queued": 7})
     assert file.read_text() == text
 
 
@@ -132,7 +137,7 @@ def test_mode_and_owner_stay_and_a_link_stays_a_link(tmp_path: Path) -> None:
         os.chown(file, 4321, 1234)
     link.symlink_to(file)
     before = file.stat()
-    set_keys(link, {"model": "y"})
+    change(link, {"model": "y"})
     after = file.stat()
     assert link.is_symlink()
     assert file.read_text() == "model: y\n"
@@ -142,7 +147,7 @@ def test_mode_and_owner_stay_and_a_link_stays_a_link(tmp_path: Path) -> None:
 
 def test_a_missing_file_is_made_with_a_header(tmp_path: Path) -> None:
     file = tmp_path / "etc" / "appliance.yaml"
-    set_keys(file, {"listen.port": 9})
+    change(file, {"listen.port": 9})
     assert file.read_text() == HEADER + "listen:\n  port: 9\n"
     assert stat.S_IMODE(file.stat().st_mode) == 0o644
 
@@ -150,7 +155,7 @@ def test_a_missing_file_is_made_with_a_header(tmp_path: Path) -> None:
 def test_a_disk_that_refuses_is_a_store_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises((StoreError, ConfigError), match=r"cannot be (written|read)|cannot write"):
-        set_keys(tmp_path / "file" / "a.yaml", {"model": "x"})
+        change(tmp_path / "file" / "a.yaml", {"model": "x"})
 
 
 KEYS = st.sampled_from([

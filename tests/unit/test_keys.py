@@ -88,6 +88,19 @@ def test_a_damaged_file_never_opens_the_door(ring: KeyRing, damage: str) -> None
     assert ring.file.read_text() == damage  # not overwritten
 
 
+def test_a_file_that_comes_back_as_it_was_is_no_longer_warned_of(ring: KeyRing, tmp_path: Path) -> None:
+    _, secret = ring.new("")
+    running = KeyRing(ring.file)
+    assert running.accepts(secret)
+    aside = ring.file.rename(tmp_path / "aside")
+    ring.file.symlink_to(ring.file.name)  # a loop: what is there cannot be looked at
+    assert "cannot be read" in (running.warning or "")
+    assert running.accepts(secret)
+    aside.rename(ring.file)
+    assert running.warning is None
+    assert running.accepts(secret)
+
+
 def test_the_configured_key_counts_beside_the_others(ring: KeyRing) -> None:
     _, secret = ring.new("")
     ring.extra = "from-a-file"
@@ -153,7 +166,7 @@ def test_expose_makes_a_key_writes_the_file_and_says_what_is_left_to_do(tmp_path
     ring = KeyRing(tmp_path / "state" / "keys.json")
     assert ring.accepts(secret)
     assert "listen.host = 0.0.0.0, listen.port = 9001" in done.stdout
-    assert "applianctl restart" in done.stdout
+    assert "it listens on 0.0.0.0:9001 from the next start of the agent (`systemctl restart appliance`" in done.stdout
     assert "without TLS" in done.stderr
     assert file.read_text().startswith("# ours\nmodel: smollm2  # the small one\n")
     again = applianctl("--config", str(file), "expose", "0.0.0.0", home=tmp_path)

@@ -144,3 +144,21 @@ def test_the_status_is_believed_while_its_agent_lives_and_readable_whatever_the_
     with pytest.raises(NotReachable):
         status.read(tmp_path)
     assert status.current(tmp_path) is None
+
+
+@pytest.mark.parametrize(("age_s", "state"), [(0, "ready"), (9, "ready"), (-5, "ready"), (11, "stuck"), (86400, "stuck")])
+def test_an_agent_that_stands_still_is_not_believed(age_s: float, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = status._since_boot()
+    monkeypatch.setattr(status, "_since_boot", lambda: now - age_s)
+    status.write(tmp_path, {"agent": identity(), "state": "ready", "sentence": "ready: x", "ready": True, "live": True})
+    monkeypatch.undo()
+    found = status.read(tmp_path)
+    assert (found["state"], found["ready"], found["live"]) == (state, state == "ready", state == "ready")
+    if state == "stuck":
+        assert found["sentence"] == f"stuck: the agent has not turned for {age_s} s"
+        assert status.news(found) == "stuck"
+
+
+def test_an_older_agent_which_does_not_say_when_it_turned_is_believed(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text(json.dumps({"agent": identity(), "state": "ready", "sentence": "ready: x"}))
+    assert status.is_ready(status.read(tmp_path))
