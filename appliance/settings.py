@@ -196,7 +196,8 @@ def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, A
 def _unknown(dotted: str, origin: str) -> str:
     near = difflib.get_close_matches(dotted, KEYS, n=1, cutoff=0.5)
     hint = f"; did you mean `{near[0]}`?" if near else "; see docs/configuration.md"
-    return f"{origin}: unknown key `{dotted}` is ignored{hint}"
+    shown = "".join(c if c.isprintable() else "?" for c in dotted)
+    return f"{origin}: unknown key `{shown}` is ignored{hint}"
 
 
 def _get(settings: Settings, dotted: str) -> Any:
@@ -258,7 +259,7 @@ def _positive_seconds(key: str, value: Any, origin: str) -> float:
 
 
 def _text(key: str, value: Any, origin: str) -> str:
-    if not isinstance(value, str) or not value.strip() or "\0" in value or "\n" in value:
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
         raise _wrong(key, value, origin, "a text on one line")
     return value.strip()
 
@@ -319,10 +320,18 @@ def _percent(key: str, value: Any, origin: str) -> float:
     return number
 
 
+def _passable(text: str) -> bool:
+    """Whether a program can be given this text: no NUL, and nothing that has no bytes (a lone surrogate)."""
+    try:
+        return "\0" not in text and bool(text.encode() or True)
+    except UnicodeEncodeError:
+        return False
+
+
 def _environment(key: str, value: Any, origin: str) -> dict[str, str]:
     if not isinstance(value, Mapping) or not all(
         isinstance(k, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", k)
-        and isinstance(v, (str, int, float)) and "\0" not in str(v)
+        and isinstance(v, (str, int, float)) and _passable(str(v))
         for k, v in value.items()
     ):
         raise _wrong(key, value, origin, "a mapping of variable names to values")
@@ -337,7 +346,7 @@ def _words(key: str, value: Any, origin: str) -> tuple[str, ...]:
             return tuple(shlex.split(value))
         except ValueError:
             raise _wrong(key, value, origin, "a list of arguments") from None
-    if not isinstance(value, list) or not all(isinstance(v, (str, int, float)) and "\0" not in str(v) for v in value):
+    if not isinstance(value, list) or not all(isinstance(v, (str, int, float)) and _passable(str(v)) for v in value):
         raise _wrong(key, value, origin, "a list of arguments")
     return tuple(str(v) for v in value)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 
-from appliance import client, configfile, library, record, settings, status, trial
+from appliance import client, configfile, disk, library, record, settings, status, trial
 from appliance.cli.application import Application
 from appliance.directories import Directories, ensure, from_process
 from appliance.errors import (
@@ -82,13 +82,15 @@ def apply(app: Application, file: Path | None, model: str | None, assignments: t
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """`text`: the new configuration file, None where it stays; `model`: the new model in use, None where that stays;
+    """`was`: the configuration file as it was read; `text`: the new one, None where it stays; `model`: the new model in
+    use, None where that stays;
     `name`: the model that will be served; `lines`: what changes, for people."""
 
     old: Parsed
     new: Parsed
     text: str | None
     model: str | None
+    was: str
     name: str
     lines: tuple[str, ...]
 
@@ -101,7 +103,8 @@ def prepare(app: Application, *, file: Path | None = None, model: str | None = N
         if old.sources.get(key) == settings.env_name(key):
             raise ConfigError(f"{key} cannot be changed here", why=f"the variable {settings.env_name(key)} sets it",
                               do="change the variable where the service gets it")
-    text = configfile.read(app.config_path) if file is None else _read_file(file)
+    was = configfile.read(app.config_path)
+    text = was if file is None else _read_file(file)
     fixed_in_file = "model" in settings.parse(text, origin=str(file or app.config_path)).sources
     if model and (fixed_in_file or "model" in changes):
         changes["model"] = model
@@ -117,10 +120,11 @@ def prepare(app: Application, *, file: Path | None = None, model: str | None = N
     if name != before or used:
         lines.insert(0, f"model: {before} -> {name}")
     lines = [line for line in lines if line != f"model: {name} -> {name}"]
-    same_file = new_text == (configfile.read(app.config_path) if file is not None else text)
+    same_file = new_text == was
     if not lines and not same_file:
         lines = [f"{app.config_path}: other words, the same settings"]
-    return Change(old=old, new=new, text=None if same_file else new_text, model=used, name=name, lines=tuple(lines))
+    return Change(old=old, new=new, text=None if same_file else new_text, model=used, was=was,
+                  name=name, lines=tuple(lines))
 
 
 def check(app: Application, change: Change) -> None:
@@ -157,7 +161,12 @@ def put(app: Application, change: Change) -> Mapping[str, Any] | None:
     before = configfile.read(app.config_path) if change.text is not None and app.config_path.exists() else None
     places = app.directories
     if change.text is not None:
-        configfile.write(app.config_path, change.text)
+        app.config_path.parent.mkdir(parents=True, exist_ok=True)
+        with disk.locked(app.config_path.parent):  # of two at once the second sees the first one's file
+            if configfile.read(app.config_path) != change.was:
+                raise TransientError(f"{app.config_path} was changed meanwhile", why="somebody else edits it too",
+                                     do="run the command again")
+            configfile.write(app.config_path, change.text)
     app.become_owner()
     if before is not None:
         _keep(places, before)

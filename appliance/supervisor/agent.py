@@ -291,6 +291,7 @@ class Agent:
         self.snapshot.values["reloaded_at"] = time.time()
         try:
             parsed = self.configure()
+            self.course.check(parsed)
             another = self.course.want(parsed)
         except ApplianceError as error:
             self.snapshot.warn("reload", f"the configuration is not taken: {error.line}")
@@ -299,8 +300,6 @@ class Agent:
             return
         reason = self.door.reload(parsed.settings) if self.door is not None else None
         self.snapshot.warn("reload", reason or "")
-        if reason:
-            self.say(f"reload: {reason}")
         if another:
             self._switch(now)
         else:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from appliance import disk, record, trial
 from appliance.directories import Directories
-from appliance.errors import ApplianceError
+from appliance.errors import ApplianceError, ConfigError
 from appliance.faults import Fault
 from appliance.jobs import find_worker_python
 from appliance.library import active_name
@@ -24,7 +25,7 @@ from appliance.node import Node, read_node
 from appliance.plan import Rung
 from appliance.provision import Order
 from appliance.recovery import Step, next_step
-from appliance.settings import Parsed, Settings, to_dict
+from appliance.settings import DEFAULT_MODEL, Parsed, Settings, to_dict
 from appliance.store import Store
 from appliance.supervisor import folders
 from appliance.trial import Candidate, Choice, Pass, TrialView
@@ -71,6 +72,8 @@ class Course:
             return True
         served = self.choice.candidate
         key = (served.model, served.digest, served.worker_python, json.dumps(dict(served.settings), sort_keys=True))
+        if self._wanted not in (before, key):
+            self._spare(served)
         if self._wanted == key and self.choice.instead:
             # What is served is what is wanted again.
             self.choice = dataclasses.replace(self.choice, sentence="", instead=False)
@@ -238,6 +241,22 @@ class Course:
         return self.record.roll_back(now=now)
 
     # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _spare(self, served: Candidate) -> None:
+        """Something else is wanted before the trial of what is served is over. It has answered: where nothing better is
+        known, that is enough to come back to."""
+        trial_now = self.record.trial
+        if self.record.good is None and trial_now is not None and trial_now.ready_at is not None:
+            self.record.keep(served, f"{served.title} has answered, and another one is wanted now", now=time.time())
+
+    def check(self, parsed: Parsed) -> None:
+        """What can be told at once of a wish, before a worker is ended for it. Raises ModelError or ConfigError."""
+        name = active_name(parsed, self.directories)
+        if name != DEFAULT_MODEL:
+            Store(self.directories.store).get(name)
+        python = parsed.settings.worker.python
+        if python and not os.access(python, os.X_OK):
+            raise ConfigError(f"worker.python {python} cannot be executed", do="correct it")
 
     def _digest(self, name: str) -> str:
         return Store(self.directories.store).names().get(name, "")
