@@ -140,3 +140,20 @@ def test_drained_and_resumed_the_worker_stays(kept: Agent) -> None:
     control(kept, "resume")
     assert kept.ready()["worker_pid"] == worker
     assert kept.complete().status == 200
+
+
+def test_what_has_answered_is_come_back_to_even_before_its_trial_is_over(agent: Agent) -> None:
+    agent.serve("ok")
+    agent.until(lambda status: status.get("ready") and status["trial"])
+    change(agent, FAKE="sigill")
+    status = agent.until(lambda status: status.get("ready") and bool(status.get("rolled_back")), timeout=60)
+    assert "illegal instruction" in status["rolled_back"]
+    assert events(agent) == ["trial", "kept", "trial", "rolled-back"]
+
+
+def test_a_worker_that_cannot_be_started_is_not_taken(kept: Agent) -> None:
+    worker = kept.status()["worker_pid"]
+    (kept.home / "fake-python").chmod(0o644)
+    control(kept, "reload")
+    status = kept.until(lambda status: any("cannot be executed" in text for text in status["warnings"]))
+    assert (status["worker_pid"], status["ready"]) == (worker, True)
