@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from appliance.front.words import Refusal
+from appliance.front.words import SERVER, Refusal
 
 MAX_CONNECTIONS = 512
 HEADERS_S = 15.0
@@ -60,6 +60,16 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
         if self._work is not None:
             self._work.cancel()
+
+    def handle_error(self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None,
+                     message: str | None = None) -> web.StreamResponse:
+        """What cannot be parsed is answered in our own words: no versions, no echo of what was sent."""
+        refusal = (Refusal(400, "bad_request", "this is not a request that can be read") if status < 500 else
+                   Refusal(500, "defect", "a defect of the service; its log has the details"))
+        response = web.Response(status=refusal.status, body=refusal.body(), headers=refusal.all_headers())
+        response.headers["Server"] = SERVER
+        response.force_close()
+        return response
 
     def begin(self, work: asyncio.Task[Any] | None) -> None:
         """A whole request has arrived; `work` is cancelled when the client goes."""

@@ -1,9 +1,10 @@
 """One request from its arrival to its end: guard, limits, queue, then the worker's answer or one of the door's own.
 
 Order: key or stranger (401, 403), path (404, 405), gate (503), size (413, 415), room (429); only then is the body read,
-a seat waited for and the worker asked. Rules:
+a place in the queue taken, a seat waited for and the worker asked. Rules:
 
-* a refusal costs no reading of a body and no waiting;
+* a refusal costs no waiting, and as a rule no reading of a body;
+* a place is for a request that is there: one whose body never comes holds nothing but one of SENDERS;
 * an accepted request ends with an answer or an error, at the latest `request_s` after it arrived, and at once when
   its client goes;
 * a request that is refused because of the state says the state's word and when to come back.
@@ -33,6 +34,9 @@ from appliance.settings import Settings, is_loopback
 WAIT_S = 300.0
 """How long a request may wait for a seat."""
 RUNNING = 8
+SENDERS = 128
+"""Requests whose bodies are still on their way."""
+COMMANDS_WAITING = 32
 """Seats until the plan has said how many."""
 LIGHT_SEATS, LIGHT_PLACES, LIGHT_WAIT_S = 4, 64, 30.0
 MODELS_S, METRICS_S = 10.0, 1.0
@@ -47,6 +51,7 @@ class Desk:
         self.settings = settings
         self.stopping = False
         self.flights: set[Flight] = set()
+        self.sending = 0
         self.answered_total = self.accepted_total = self.refused_total = self.failed_total = 0
         self._board = board
         self._keys = keys
@@ -161,7 +166,6 @@ class Desk:
         task = asyncio.current_task()
         assert task is not None
         flight = Flight(task=task, began=loop.time())
-        self.accepted_total += generates
         self.flights.add(flight)
         late = Refusal(504, "timeout", f"the request took longer than request_s = {self.settings.request_s:g} s")
         timer = loop.call_later(self.settings.request_s, flight.end, late)
@@ -175,7 +179,8 @@ class Desk:
         finally:
             timer.cancel()
             self.flights.discard(flight)
-            line.leave(seated_s=None if flight.seated is None else loop.time() - flight.seated)
+            if flight.entered:
+                line.leave(seated_s=None if flight.seated is None else loop.time() - flight.seated)
         if flight.ended is not None or flight.failed or response.status >= 500:
             self.failed_total += generates and (flight.ended is None or flight.ended.status >= 500)
         elif generates and response.status == 200:
@@ -187,8 +192,16 @@ class Desk:
     ) -> web.StreamResponse:
         body = Body(self._shelf)
         try:
-            await read(request, body, self._shelf, self.settings.max_body)
+            self.sending += 1
+            try:
+                await read(request, body, self._shelf, self.settings.max_body)
+            finally:
+                self.sending -= 1
             self._check_parameters(route, body)
+            if not line.enter():  # a place in the queue is for a request that is there, not for one that may come
+                raise self._full(line)
+            flight.entered = True
+            self.accepted_total += route.kind is Kind.GENERATE
             await line.sit(wait_s)
             flight.seated = asyncio.get_running_loop().time()
             self._check_gate()
@@ -215,14 +228,22 @@ class Desk:
         check_size(request, self.settings.max_body)
         if not self._shelf.has_room(request.content_length or 0, largest=self.settings.max_body):
             raise self._busy(503, "many large requests are waiting")
-        if not line.enter():
-            raise self._busy(429, f"{line.running} requests are being answered and {line.queued} are waiting")
+        if line.full():
+            raise self._full(line)
+        if self.sending >= SENDERS:
+            raise self._busy(429, f"{self.sending} requests are still being sent")
+
+    def _full(self, line: Line) -> Refusal:
+        return self._busy(429, f"{line.running} requests are being answered and {line.queued} are waiting")
 
     def _check_parameters(self, route: Route, body: Body) -> None:
-        if route.kind is Kind.GENERATE and not self.settings.allow_prompt_logprobs:
+        if route.kind is not Kind.GENERATE:
+            return
+        refusal = parameters.sequences_refusal(body.whole(), most=self._seats())
+        if refusal is None and not self.settings.allow_prompt_logprobs:
             refusal = parameters.refusal(body.whole(), path=route.path)
-            if refusal:
-                raise Refusal(400, "not_allowed", refusal)
+        if refusal:
+            raise Refusal(400, "not_allowed", refusal)
 
     def _check_gate(self) -> None:
         gate = self._board.gate
@@ -246,6 +267,8 @@ class Desk:
     def _control(self, name: str) -> web.StreamResponse:
         if name not in COMMANDS:
             raise Refusal(404, "unknown_command", f"commands are {', '.join(COMMANDS)}")
+        if self._board.commands.qsize() >= COMMANDS_WAITING:
+            raise Refusal(503, "overloaded", "too many commands wait already", retry_after_s=1)
         self._board.commands.put(Command(name=name))
         return web.Response(status=202, text=json.dumps({"accepted": name}) + "\n", content_type=JSON)
 

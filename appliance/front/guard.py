@@ -35,9 +35,16 @@ def stranger_refusal(host: str | None, origin: str | None, *, listen_host: str) 
     """Why a request with these headers may not come in, where no key is asked for."""
     if host is not None and not _names_this_machine(_name(host), listen_host):
         return "the Host header does not name this machine: without an API key only local requests are answered"
-    if origin is not None and (host is None or urlsplit(origin).netloc.lower() != host.lower()):
+    if origin is not None and (host is None or _origin_host(origin) != host.lower()):
         return "web pages of other origins are not answered without an API key"
     return None
+
+
+def _origin_host(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:  # as `http://[::1`
+        return ""
 
 
 def _names_this_machine(name: str, listen_host: str) -> bool:

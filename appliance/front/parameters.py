@@ -17,6 +17,8 @@ import re
 NAMES = (b'"prompt_logprobs"', b'"echo"')
 ESCAPED_LETTER = re.compile(rb"\\u00[5-7]")
 """The beginning of `_` or a small letter as an escape: no program writes names so, but JSON allows it."""
+SEVERAL = re.compile(rb'"prompt"\s*:\s*\[|"n"\s*:\s*\d{1,}')
+"""A list of prompts, or more than one choice."""
 PARSED_BYTES = 1024**2
 CHAT = "/v1/chat/completions"
 SETTING = "set `allow_prompt_logprobs: true` to allow it"
@@ -40,6 +42,22 @@ def refusal(data: bytes, *, path: str) -> str | None:
     logprobs = asked.get("top_logprobs", 0) if path == CHAT else asked.get("logprobs")
     if asked.get("echo") and logprobs is not None:
         return f"`echo` with log-probabilities is not allowed here: it takes memory outside the plan; {SETTING}"
+    return None
+
+
+def sequences_refusal(data: bytes, *, most: int) -> str | None:
+    """Why this body asks for too many answers at once: prompts times `n` take seats that others wait for."""
+    if len(data) > PARSED_BYTES or not (SEVERAL.search(data) or ESCAPED_LETTER.search(data)):
+        return None
+    try:
+        asked = json.loads(data)
+        prompts, choices = asked.get("prompt"), asked.get("n")
+    except (ValueError, RecursionError, AttributeError):
+        return None  # the worker says what is wrong with it
+    several = isinstance(prompts, list) and prompts and isinstance(prompts[0], (str, list))
+    wanted = (len(prompts) if several else 1) * (choices if isinstance(choices, int) and choices > 1 else 1)
+    if wanted > most:
+        return f"{wanted} answers are asked for at once (prompts times `n`); one request may have {most}"
     return None
 
 

@@ -49,8 +49,8 @@ def test_a_change_is_followed_until_it_is_kept(node: Node) -> None:
 
 def test_what_needs_no_other_worker_changes_none(node: Node) -> None:
     worker = node.agent.status()["worker_pid"]
-    done = node.run("apply", "--set", "max_queued=3", "--set", "listen.port=9999", "--wait")
-    assert "listen.port: from the next start of the agent (`systemctl restart appliance`, or a new `serve`)" in done.stdout.splitlines()
+    done = node.run("apply", "--set", "max_queued=3", "--set", "listen.port=9999", "--set", "tls.cert=/c", "--set", "tls.key=/k", "--wait")
+    assert "listen.port, tls: from the next start of the agent (`systemctl restart appliance`, or a new `serve`)" in done.stdout.splitlines()
     assert done.stdout.splitlines()[-1] == "kept"
     assert node.agent.status()["worker_pid"] == worker
 
@@ -97,9 +97,9 @@ def test_a_configuration_that_was_broken_meanwhile_is_refused(node: Node) -> Non
 
 def test_an_agent_that_ends_meanwhile_is_reported(agent: Agent) -> None:
     file = agent.home / "node.yaml"
-    file.write_text(json.dumps({"model": "tiny", "trial_s": 600, "drain_s": 1, "worker": {"env": {"FAKE": "ok", "FAKE_CONTROL": str(agent.home / "control")}}}))
+    file.write_text(json.dumps({"model": "tiny", "trial_s": 600, "drain_s": 1, "worker": {"env": {"FAKE": "slow", "FAKE_CONTROL": str(agent.home / "control")}}}))
     agent.serve("ok", APPLIANCE_CONFIG=str(file))
-    agent.ready()
+    agent.wait_for("loading")  # nothing has answered yet, so there is nothing to go back to
     wish = f"worker.env={json.dumps({'FAKE': 'crash', 'FAKE_SAYS': 'ValueError: Unknown quantization method: cpu_int4.'})}"
     done = agent.run("apply", "--set", wish, "--set", "context=256", "--wait", APPLIANCE_CONFIG=str(file), timeout=120)
     assert done.returncode == 78, (done.stdout, done.stderr)

@@ -19,6 +19,7 @@ import pytest
 from appliance.board import Command, Gate
 from appliance.errors import ConfigError, TransientError
 from appliance.settings import Listen, Settings
+from appliance.supervisor.health import listening_socket
 from tests.process.house import COMPLETION, OPEN, House, built
 
 ALLOWED = (
@@ -338,6 +339,11 @@ def test_case_012_a_taken_port_is_refused_by_name(house: House) -> None:
         assert not (house.home / "agent.sock").exists()
 
 
+def test_the_port_is_taken_from_the_moment_it_is_bound(house: House) -> None:
+    with listening_socket("127.0.0.1", house.port, backlog=1), pytest.raises(TransientError, match="is taken"):
+        listening_socket("127.0.0.1", house.port, backlog=1)
+
+
 def test_an_address_of_another_machine_is_a_wrong_setting(house: House) -> None:
     house.keys.new("")
     with pytest.raises(ConfigError, match="address of this machine"):
@@ -367,7 +373,7 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
     json.dumps(COMPLETION | {"prompt_logprobs": 0}).encode("utf-32-le"), b'\xef\xbb\xbf{"prompt":"x","prompt_logprobs":1}',
     rb'{"prompt":"x","\u0070rompt_logprobs":1}', rb'{"prompt":"x","prompt\u005Flogprobs":1}', rb'{"prompt":"x","logprobs":1,"ech\u006f":1}',
     b'{"prompt":"x","prompt_logprobs":null,"prompt_logprobs":1}', b'{"x":' + b"[" * 100_000 + b'"prompt_logprobs"', b'{"echo"',
-    {"prompt": "x" * 1_100_000, "prompt_logprobs": 0},
+    {"prompt": "x" * 1_100_000, "prompt_logprobs": 0}, {"prompt": "x" * 1_100_000, "echo": True},  # not looked at closely
 ])
 def test_what_takes_memory_outside_the_plan_is_refused_unless_allowed(house: House, body: Any) -> None:
     house.work()

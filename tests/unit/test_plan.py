@@ -16,7 +16,7 @@ from appliance.facts import Core, CpuQuota, HostFacts, KernelTrial, ModelFacts, 
 from appliance.launch import Places
 from appliance.plan import Plan, make_plan
 from appliance.probe.host import read_host
-from appliance.settings import Cpu, Listen, Memory, Settings, Tls, Worker
+from appliance.settings import Cpu, Memory, Settings, Tls, Worker
 from tests.unit import golden_plans
 from tests.unit.golden_plans import HOSTS, PLACES, PLANS, with_ceiling
 
