@@ -24,7 +24,7 @@ def history(app: Application, lines: int, as_json: bool) -> None:
     if known.warning:
         raise StoreError("the history cannot be shown", why=known.warning, do="run it with sudo")
     if as_json:
-        click.echo(json.dumps(known.to_json(), indent=2))
+        click.echo(json.dumps(shown(known.to_json()), indent=2))
         return
     entries: list[dict[str, Any]] = [  # faults first: at the same moment a fault comes before what was done about it
         *({"at": one.at, "event": "fault", "sentence": f"{one.name}: {one.sentence}"} for one in known.faults),
@@ -34,3 +34,12 @@ def history(app: Application, lines: int, as_json: bool) -> None:
     for entry in sorted(entries, key=lambda entry: entry["at"])[-lines:]:
         at = datetime.fromtimestamp(entry["at"]).astimezone().isoformat(" ", "seconds")
         click.echo(f"{at}  {entry['event']:<12}{status.clean(entry['sentence'])}")
+
+
+def shown(tree: dict[str, Any]) -> dict[str, Any]:
+    """The record as it may be seen: of the worker's environment only the names, because a value may be a secret."""
+    for candidate in (tree["good"], tree["previous"], (tree["trial"] or {}).get("candidate")):
+        if candidate is not None:
+            hidden = dict.fromkeys(candidate["settings"].get("worker.env") or {}, "(not shown)")
+            candidate["settings"] = {**candidate["settings"], "worker.env": hidden}
+    return tree

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from appliance.cli.history import shown
 from appliance.faults import fault
 from appliance.record import FAILED, FAULTS, HISTORY, SITUATIONS, Record, load, situation
 from appliance.recovery import Step
@@ -163,3 +164,13 @@ def test_reset_forgets_rungs_failures_and_counts_but_not_what_was_good(tmp_path:
 def test_situation_knows_memory_to_a_tenth_of_a_gib(ceiling: int | None, same: bool) -> None:
     first = situation(fingerprint="f", candidate_id="c", ceiling_bytes=4 << 30)
     assert (situation(fingerprint="f", candidate_id="c", ceiling_bytes=ceiling) == first) is same
+
+
+def test_case_062_the_history_shows_no_value_of_the_workers_environment(tmp_path: Path) -> None:
+    record = filled(tmp_path)
+    tree = record.to_json()
+    for candidate in (tree["good"], tree["previous"], tree["trial"]["candidate"]):
+        candidate["settings"]["worker.env"] = {"HF_TOKEN": "hf_sentinel"}
+    text = json.dumps(shown(tree))
+    assert "HF_TOKEN" in text
+    assert "hf_sentinel" not in text
