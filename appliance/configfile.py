@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from appliance import disk
+from appliance import disk, settings
 from appliance.errors import ConfigError
 from appliance.settings import KEYS, from_tree, parse
 
@@ -72,7 +72,7 @@ def edited(text: str, changes: Mapping[str, Any], *, origin: str = "appliance.ya
         if value is not None:
             KEYS[key](key, value, origin)
     before = parse(text, origin=origin)
-    wanted = {key: _value(before, key) for key in before.sources}
+    wanted = {key: settings.get(before.settings, key) for key in before.sources}
     for key, value in changes.items():
         wanted[key] = None if value is None else KEYS[key](key, value, origin)
     wanted = {key: value for key, value in wanted.items() if value is not None}
@@ -82,7 +82,7 @@ def edited(text: str, changes: Mapping[str, Any], *, origin: str = "appliance.ya
         for key, value in changes.items():
             new = _changed(new, key.split("."), value)
         after = parse(new, origin=origin)
-    if after is None or {key: _value(after, key) for key in after.sources} != wanted:
+    if after is None or {key: settings.get(after.settings, key) for key in after.sources} != wanted:
         raise ConfigError(f"{origin} cannot be changed by a program", why="its YAML is written in an unusual way",
                           do=f"set {', '.join(changes)} by hand")
     return new
@@ -201,10 +201,3 @@ def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
             place = place.setdefault(group, {})
         place[last] = list(value) if isinstance(value, tuple) else value
     return tree
-
-
-def _value(parsed: Any, dotted: str) -> Any:
-    value: Any = parsed.settings
-    for part in dotted.split("."):
-        value = getattr(value, part)
-    return value

@@ -137,7 +137,7 @@ def overlay(base: Parsed, *, env: Mapping[str, str], flags: Mapping[str, Any]) -
 
     Raises ConfigError when a variable or flag has a wrong value.
     """
-    values = {key: _get(base.settings, key) for key in base.sources}
+    values = {key: get(base.settings, key) for key in base.sources}
     sources = dict(base.sources)
     for key, read in KEYS.items():
         name = env_name(key)
@@ -200,7 +200,8 @@ def _unknown(dotted: str, origin: str) -> str:
     return f"{origin}: unknown key `{shown}` is ignored{hint}"
 
 
-def _get(settings: Settings, dotted: str) -> Any:
+def get(settings: Settings, dotted: str) -> Any:
+    """The value of one key, as `listen.port`."""
     value: Any = settings
     for part in dotted.split("."):
         value = getattr(value, part)

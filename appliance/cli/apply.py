@@ -116,7 +116,7 @@ def prepare(app: Application, *, file: Path | None = None, model: str | None = N
     before = library.active_name(old, app.directories)
     name = used or library.active_name(new, app.directories)
     lines = [f"{key}: {_shown(old, key)} -> {_shown(new, key)}" if key not in SECRET else f"{key}: changed"
-             for key in KEYS if key != "model" and _value(old, key) != _value(new, key)]
+             for key in KEYS if key != "model" and settings.get(old.settings, key) != settings.get(new.settings, key)]
     if name != before or used:
         lines.insert(0, f"model: {before} -> {name}")
     lines = [line for line in lines if line != f"model: {name} -> {name}"]
@@ -178,7 +178,7 @@ def put(app: Application, change: Change) -> Mapping[str, Any] | None:
         return None
     client.command(app.agent_socket, "reload")
     click.echo("the running service takes it now; `applianctl status` shows its trial")
-    late = [key for key in AT_START if _value(change.old, key) != _value(change.new, key)]
+    late = [key for key in AT_START if settings.get(change.old.settings, key) != settings.get(change.new.settings, key)]
     if (change.old.settings.tls.cert is None) != (change.new.settings.tls.cert is None):
         late.append("tls")
     if late:
@@ -259,13 +259,6 @@ def _assignments(words: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def _value(parsed: Parsed, dotted: str) -> Any:
-    value: Any = parsed.settings
-    for part in dotted.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def _shown(parsed: Parsed, key: str) -> str:
-    value = _value(parsed, key)
+    value = settings.get(parsed.settings, key)
     return "default" if value is None else str(list(value) if isinstance(value, tuple) else value)
