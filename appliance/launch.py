@@ -49,6 +49,7 @@ FORBIDDEN_ENV: Mapping[str, str] = {
     "OMP_NUM_THREADS": "use cpu.threads",
     "APPLIANCE_WORKER_CPUS": "use cpu.cpus",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "threads and memory are planned for one engine process",
+    "TORCH_COMPILE_DISABLE": "use compile",
     "VLLM_API_KEY": "use api_key_file",
     "HF_HUB_OFFLINE": "the service never asks a hub",
     "TRANSFORMERS_OFFLINE": "the service never asks a hub",
@@ -102,6 +103,10 @@ class Dials:
     drain_s: float
     variant: str = ""
     """The native kernel's instruction set, forced; empty: the worker's self-test chooses."""
+    gemm: str = ""
+    """The type of torch's GEMM, where another than the CPU's own was measured to be faster."""
+    library_rows: str = ""
+    """Rows from which an AMX host takes torch's GEMM, as measured; empty: the worker's default."""
 
 
 def argv(dials: Dials, places: Places, settings: Settings) -> tuple[str, ...]:
@@ -139,11 +144,16 @@ def env(dials: Dials, places: Places, settings: Settings) -> dict[str, str]:
     """The worker's whole environment but PATH; `worker.env` has passed `env_refusal`."""
     own = {
         "CXX": (dials.compiler or "") if dials.compile else "",
+        # Eager is not enough: vLLM compiles its sampler at the first request that needs it, a pause of seconds while
+        # nothing else runs, and an error where there is no compiler.
+        "TORCH_COMPILE_DISABLE": "" if dials.compile else "1",
         "VLLM_LOGGING_LEVEL": "INFO",  # the phases of a start are read from the log
         "APPLIANCE_WORKER_CPUS": ",".join(map(str, dials.cpus or ())),
         "APPLIANCE_PREPARED": places.prepared if dials.kernel == "native" else "",
         "APPLIANCE_PLANNED_KERNEL": dials.kernel,
         "APPLIANCE_KERNEL_TRIAL": f"{places.cache}/{TRIAL_FILE}",
+        "APPLIANCE_GEMM": dials.gemm,
+        "APPLIANCE_LIBRARY_ROWS": dials.library_rows,
         "ATEN_CPU_CAPABILITY": dials.capability,
         "OMP_NUM_THREADS": str(dials.threads),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

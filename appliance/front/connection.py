@@ -1,8 +1,10 @@
 """A client's connection: bounded in number, in the time until its first request, and noticed when it goes.
 
 aiohttp parses; this adds what its server leaves open: a connection that sends nothing, or its headers byte by byte, is
-closed after HEADERS_S, and one connection too many is told so and closed. The client's going cancels the work that is
-done for it. Later requests on a kept connection fall under aiohttp's own keep-alive timeout.
+closed after HEADERS_S. When too many are open, the one that has been waiting longest without a request goes, so that
+holding connections open shuts nobody out; a new one is refused only when all others are being answered. The client's
+going cancels the work that is done for it. Later requests on a kept connection fall under aiohttp's own keep-alive
+timeout.
 """
 
 from __future__ import annotations
@@ -37,13 +39,14 @@ class Connection(web.RequestHandler):
         self._work: asyncio.Task[Any] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if len(self._listener.connections) >= MAX_CONNECTIONS:
+        if len(self._listener.connections) >= MAX_CONNECTIONS and not self._listener.drop_idle():
             self._refused = True
             assert isinstance(transport, asyncio.Transport)
             transport.write(self._listener.too_many)
             transport.close()
             return
         super().connection_made(transport)
+        self._listener.idle[self] = None
         peer = transport.get_extra_info("socket")
         if peer is not None and peer.family != socket.AF_UNIX:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNANSWERED_MS)
@@ -57,6 +60,7 @@ class Connection(web.RequestHandler):
         if self._refused:
             return
         self._arrived()
+        self._listener.idle.pop(self, None)
         super().connection_lost(exc)
         if self._work is not None:
             self._work.cancel()
@@ -74,10 +78,13 @@ class Connection(web.RequestHandler):
     def begin(self, work: asyncio.Task[Any] | None) -> None:
         """A whole request has arrived; `work` is cancelled when the client goes."""
         self._arrived()
+        self._listener.idle.pop(self, None)
         self._work = work
 
     def end(self) -> None:
         self._work = None
+        if self.transport is not None:
+            self._listener.idle[self] = None
 
     def _arrived(self) -> None:
         if self._late is not None:
@@ -86,7 +93,7 @@ class Connection(web.RequestHandler):
 
 
 class Listener(web.Server):
-    """Makes the connections of one address and knows them."""
+    """Makes the connections of one address and knows them. `idle`: those without a request, longest waiting first."""
 
     def __init__(self, handler: Any) -> None:
         refusal = Refusal(503, "too_many_connections", f"{MAX_CONNECTIONS} connections are open", retry_after_s=5)
@@ -101,6 +108,16 @@ class Listener(web.Server):
             "auto_decompress": False, "max_line_size": MAX_HEADER_BYTES, "max_field_size": MAX_HEADER_BYTES,
         }
         super().__init__(handler)
+        self.idle: dict[Connection, None] = {}
+
+    def drop_idle(self) -> bool:
+        """Close the connection that has waited longest; False when none waits."""
+        waiting = next(iter(self.idle), None)
+        if waiting is None:
+            return False
+        del self.idle[waiting]
+        waiting.force_close()
+        return True
 
     def __call__(self) -> Connection:
         return Connection(self, loop=asyncio.get_running_loop(), **self._options)

@@ -30,7 +30,8 @@ from appliance.supervisor.leaf import Leaf
 LOG_READ_BYTES = 1024**2
 LOG_BYTES = 16 * 1024**2
 """A log that grew beyond this is cut: its last half stays, as `worker.log.1`."""
-SCAN_S = 5.0
+SCAN_S = 2.0
+"""Well below the time after which an engine without CPU time is taken for frozen."""
 OOM_SCORE = "500"
 """When memory runs out the kernel ends the worker, not the agent, which then can say so."""
 RECORD = "worker.json"
@@ -112,13 +113,16 @@ class WorkerTree:
         return self._members
 
     def cpu_seconds(self) -> tuple[float, float]:
-        """CPU time of the whole tree, and of all but its leader (the engine and what it starts)."""
+        """CPU time of the whole tree, and of all but its leader (the engine and what it starts).
+
+        Children that ended count in their parent: an engine that waits for one compiler after another does run.
+        """
         tree = engine = 0.0
         for process in self.members(time.monotonic()):
             with contextlib.suppress(psutil.Error, OSError):
-                times = process.cpu_times()
-                tree += times.user + times.system
-                engine += times.user + times.system if process.pid != self.pid else 0.0
+                spent = sum(process.cpu_times()[:4])  # user and system, its own and of children that ended
+                tree += spent
+                engine += spent if process.pid != self.pid else 0.0
         return tree, engine
 
     def ask_to_end(self) -> None:

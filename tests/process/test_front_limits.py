@@ -329,13 +329,31 @@ def test_an_idle_connection_is_closed_after_its_time(house: House, monkeypatch: 
         assert time.monotonic() - began < 4
 
 
+@pytest.mark.parametrize("sent", [b"", b"GET /livez HTTP/1.1\r\nHost: x\r\n", HEAD], ids=["nothing", "half of it", "no body"])
+def test_connections_held_open_shut_nobody_out(house: House, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    """The one that has waited longest for its request goes; one that is being answered never does."""
+    monkeypatch.setattr(connection_module, "MAX_CONNECTIONS", 4)
+    house.work(FAKE_TOKEN_S="0.05")
+    house.open()
+    running = posted(house, max_tokens=40)
+    house.until(lambda: house.board.traffic.running == 1)
+    held = [connected(house) for _ in range(3)]
+    for client in held:
+        client.sendall(sent)
+    time.sleep(0.2)
+    assert status_of(everything_or_idle(house)) == 200
+    assert held[0].recv(65536) == b"", "the oldest was closed"
+    assert status_of(everything_until_idle(running)) == 200
+    for client in (*held, running):
+        client.close()
+
+
 def test_one_connection_too_many_is_told_so(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "MAX_CONNECTIONS", 3)
+    house.work(FAKE_TOKEN_S="0.05")
     house.open()
-    kept = [connected(house) for _ in range(3)]
-    for client in kept:
-        client.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert status_of(client.recv(65536)) == 200
+    kept = [posted(house, max_tokens=60) for _ in range(3)]
+    house.until(lambda: house.board.traffic.running == 3)
     answer = everything(connected(house))
     assert status_of(answer) == 503
     assert b"Retry-After: 5" in answer

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,18 @@ def serve(home: Path, *args: str, settings: str = "", timeout: float = 900, scal
     process.kill()
     log = home / "state" / "worker.log"
     raise AssertionError("\n".join([*lines, *(log.read_text().splitlines()[-40:] if log.exists() else ())]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    """A failed test shows what the service said."""
+    report: Any = yield
+    service = getattr(item, "funcargs", {}).get("served")
+    if report.failed and service is not None:
+        for log in (service.home / "state" / "agent.log", service.home / "state" / "worker.log"):
+            if log.exists():
+                report.sections.append((str(log), "\n".join(log.read_text(errors="replace").splitlines()[-60:])))
+    return report
 
 
 @pytest.fixture(scope="session")

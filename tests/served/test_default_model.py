@@ -69,6 +69,16 @@ def test_the_command_line_chats(served: Served) -> None:
     assert piped.stdout.strip()
 
 
+def test_sampling_and_log_probabilities_compile_nothing(served: Served, client: openai.OpenAI) -> None:
+    """vLLM's sampler would compile itself at the first such request: seconds of silence, an error without a compiler."""
+    done: Any = client.completions.create(model="default", prompt="Once", max_tokens=8, temperature=0.8, top_p=0.9, logprobs=3,
+                                          extra_body={"prompt_logprobs": 1, "top_k": 20, "min_p": 0.01, "seed": 7, "ignore_eos": True})
+    assert done.usage.completion_tokens == 8
+    done = client.completions.create(model="default", prompt="Once", max_tokens=8, temperature=0.8, extra_body={"ignore_eos": True})
+    assert done.usage.completion_tokens == 8
+    assert not [path for path in (served.home / "cache").rglob("*.so") if "inductor" in path.parts]
+
+
 def test_models_are_listed_by_store_name_and_alias(client: openai.OpenAI) -> None:
     assert {model.id for model in client.models.list()} == {"smollm2", "default"}
 
