@@ -32,6 +32,8 @@ FILE = "record.json"
 MAX_BYTES = 4 * 1024**2
 FAULTS, HISTORY, FAILED, SITUATIONS = 50, 200, 50, 16
 SENTENCE = 500
+LAST_TIME = 253402300799.0
+"""The end of the year 9999."""
 
 
 def situation(*, fingerprint: str, candidate_id: str, ceiling_bytes: int | None) -> str:
@@ -307,21 +309,28 @@ def _read(path: Path, tree: Any) -> Record:
     return Record(
         path=path,
         situation=str(tree["situation"]),
-        rungs={str(key): RungKept(id=str(one["id"]), reason=str(one["reason"]), since=float(one["since"]),
+        rungs={str(key): RungKept(id=str(one["id"]), reason=str(one["reason"]), since=_time(one["since"]),
                                   floor=str(one["floor"]), tried=tuple(map(str, one["tried"])))
                for key, one in tree["rungs"].items()},
-        faults=[FaultSeen(name=str(one["name"]), at=float(one["at"]), rung=str(one["rung"]),
+        faults=[FaultSeen(name=str(one["name"]), at=_time(one["at"]), rung=str(one["rung"]),
                           answered_s=float(one["answered_s"]), situation=str(one["situation"]), id=str(one["id"]),
                           sentence=str(one["sentence"])) for one in tree["faults"]],
         good=trial.from_json(tree["good"]),
         previous=trial.from_json(tree["previous"]),
-        trial=Trial(candidate=began, began_at=float(on_trial["began_at"]), attempts=int(on_trial["attempts"]),
-                    ready_at=None if ready_at is None else float(ready_at)) if began else None,
+        trial=Trial(candidate=began, began_at=_time(on_trial["began_at"]), attempts=int(on_trial["attempts"]),
+                    ready_at=None if ready_at is None else _time(ready_at)) if began else None,
         failed={str(key): str(reason) for key, reason in tree["failed"].items()},
-        history=[{"at": float(one["at"]), "event": str(one["event"]), "sentence": str(one["sentence"]),
+        history=[{"at": _time(one["at"]), "event": str(one["event"]), "sentence": str(one["sentence"]),
                   "id": str(one["id"])} for one in tree["history"]],
         restarts_total={str(name): int(count) for name, count in tree["restarts_total"].items()},
         speeds={str(name): float(speed) for name, speed in tree.get("speeds", {}).items()},
-        last_word={"at": float(word["at"]), "state": str(word["state"]), "sentence": str(word["sentence"]),
-                   "exit_code": word["exit_code"]} if word else None,
+        last_word={"at": _time(word["at"]), "state": str(word["state"]), "sentence": str(word["sentence"]),
+                   "exit_code": None if word["exit_code"] is None else int(word["exit_code"])} if word else None,
     )
+
+
+def _time(value: Any) -> float:
+    """Seconds since 1970 that a calendar can show. Raises ValueError."""
+    if not 0 <= float(value) <= LAST_TIME:
+        raise ValueError("no time")
+    return float(value)

@@ -1,9 +1,10 @@
 """The service's status: what the agent writes, and how anybody reads it, also when no agent runs.
 
 The agent replaces `runtime/status.json` atomically, at least once a second. A reader trusts it only while the agent
-that wrote it lives (appliance.identity) and writes: one that stands still is `stuck`, whatever it said last. When none
-lives, the last word is in `state/record.json`, which outlives the runtime folder; an account that may not read the
-record finds it in the dead agent's status.
+that wrote it lives (appliance.identity) and writes. One that does not write is asked on its socket, because the file's
+disk may be full; if it does not answer there either it is `stuck`, whatever it said last. When none lives, the last
+word is in `state/record.json`, which outlives the runtime folder; an account that may not read the record finds it in
+the dead agent's status.
 Does not: show it (cli/glance.py). Rule: readers change nothing, whatever they find.
 """
 
@@ -17,15 +18,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from appliance import client
+from appliance.directories import AGENT_SOCKET, sockets
 from appliance.errors import ConfigError, CpuNotSupported, DoesNotFit, ModelError, NotReachable
 from appliance.identity import alive
-from appliance.record import FILE as RECORD
+from appliance.record import load
 from appliance.unit import Unit
 
 SCHEMA = 1
 FILE = "status.json"
 STUCK_S = 10.0
 """The agent writes once a second; one that has not written for so long does not turn any more."""
+ASK_S = 2.0
 ENDED = ("failed", "stopped")
 NO_RESTART = {
     ModelError.exit_code: "an unusable model", DoesNotFit.exit_code: "a lack of memory",
@@ -53,7 +57,11 @@ def read(runtime: Path) -> dict[str, Any]:
     if not isinstance(status.get("sentence"), str):
         status = {}
     if alive(status.get("agent")):
-        return status | _stuck(status.get("turned_at"))
+        still_s = _still_s(status.get("turned_at"))
+        if still_s <= STUCK_S:
+            return status
+        return _asked(runtime) or status | {"state": "stuck", "ready": False, "live": False,
+                                            "sentence": f"stuck: the agent has not turned for {still_s:.0f} s"}
     last = f"; last word: {status['sentence']}" if status.get("state") == "failed" else ""
     raise NotReachable("the service is not running", why=f"no agent writes {path}{last}", do="run `applianctl serve`")
 
@@ -89,8 +97,8 @@ def last_word(state: Path, runtime: Path) -> dict[str, Any] | None:
 
 
 def record(state: Path) -> dict[str, Any]:
-    """The agent's record as it stands in the file, for readers; empty when there is none that can be read."""
-    return _object(state / RECORD)
+    """The agent's record for readers, whole and of the right types; an empty one when there is none to read."""
+    return load(state, keep=True).to_json()
 
 
 def without_agent(word: Mapping[str, Any] | None, unit: Unit | None) -> dict[str, Any] | None:
@@ -133,12 +141,23 @@ def clean(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text)
 
 
-def _stuck(turned_at: Any) -> dict[str, Any]:
-    """What replaces the word of an agent that does not turn; empty while it does, or where an older release wrote."""
-    if not isinstance(turned_at, (int, float)) or (still_s := _since_boot() - turned_at) <= STUCK_S:
-        return {}
-    return {"state": "stuck", "ready": False, "live": False,
-            "sentence": f"stuck: the agent has not turned for {still_s:.0f} s"}
+def _still_s(turned_at: Any) -> float:
+    """For how long the agent has not written; 0 where an older release wrote, which did not say."""
+    return _since_boot() - turned_at if isinstance(turned_at, (int, float)) else 0.0
+
+
+def _asked(runtime: Path) -> dict[str, Any] | None:
+    """What an agent says that turns and cannot write its file any more; None when it does not turn."""
+    agent = sockets(runtime) / AGENT_SOCKET
+    try:
+        if client.ask(agent, "GET", "/livez", timeout_s=ASK_S).status != 200:
+            return None
+        found = client.ask(agent, "GET", "/status", timeout_s=ASK_S).json()
+    except NotReachable:
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("sentence"), str):
+        return None
+    return found | {"warnings": [*(found.get("warnings") or ()), f"{runtime / FILE} cannot be written: the disk is full or not writable"]}
 
 
 def _since_boot() -> float:

@@ -180,7 +180,8 @@ class Desk:
             timer.cancel()
             self.flights.discard(flight)
             if flight.entered:
-                line.leave(seated_s=None if flight.seated is None else loop.time() - flight.seated)
+                seated_s = None if flight.seated is None else loop.time() - flight.seated
+                line.leave(seated_s=seated_s, wanted=flight.seats)
         if flight.ended is not None or flight.failed or response.status >= 500:
             self.failed_total += generates and (flight.ended is None or flight.ended.status >= 500)
         elif generates and response.status == 200:
@@ -197,12 +198,13 @@ class Desk:
                 await read(request, body, self._shelf, self.settings.max_body)
             finally:
                 self.sending -= 1
-            self._check_parameters(route, body)
+            if route.kind is Kind.GENERATE:
+                flight.seats = self._checked(route, body.whole())
             if not line.enter():  # a place in the queue is for a request that is there, not for one that may come
                 raise self._full(line)
             flight.entered = True
             self.accepted_total += route.kind is Kind.GENERATE
-            await line.sit(wait_s)
+            await line.sit(wait_s, wanted=flight.seats)
             flight.seated = asyncio.get_running_loop().time()
             self._check_gate()
             flight.asked = True
@@ -236,14 +238,16 @@ class Desk:
     def _full(self, line: Line) -> Refusal:
         return self._busy(429, f"{line.running} requests are being answered and {line.queued} are waiting")
 
-    def _check_parameters(self, route: Route, body: Body) -> None:
-        if route.kind is not Kind.GENERATE:
-            return
-        refusal = parameters.sequences_refusal(body.whole(), most=self._seats())
+    def _checked(self, route: Route, data: bytes) -> int:
+        """The seats that this request takes. Raises Refusal for what it may not ask."""
+        most = self._seats()
+        wanted = parameters.sequences(data, most=most)
+        refusal = parameters.sequences_refusal(wanted, most=most)
         if refusal is None and not self.settings.allow_prompt_logprobs:
-            refusal = parameters.refusal(body.whole(), path=route.path)
+            refusal = parameters.refusal(data, path=route.path)
         if refusal:
             raise Refusal(400, "not_allowed", refusal)
+        return wanted
 
     def _check_gate(self) -> None:
         gate = self._board.gate

@@ -45,17 +45,24 @@ def refusal(data: bytes, *, path: str) -> str | None:
     return None
 
 
-def sequences_refusal(data: bytes, *, most: int) -> str | None:
-    """Why this body asks for too many answers at once: prompts times `n` take seats that others wait for."""
-    if len(data) > PARSED_BYTES or not (SEVERAL.search(data) or ESCAPED_LETTER.search(data)):
-        return None
+def sequences(data: bytes, *, most: int) -> int:
+    """How many answers this body asks for at once, prompts times `n`: each takes a seat. One that is too large to be
+    parsed and may ask for several counts as `most`."""
+    if not (SEVERAL.search(data) or ESCAPED_LETTER.search(data)):
+        return 1
+    if len(data) > PARSED_BYTES:
+        return most
     try:
         asked = json.loads(data)
         prompts, choices = asked.get("prompt"), asked.get("n")
     except (ValueError, RecursionError, AttributeError):
-        return None  # the worker says what is wrong with it
+        return 1  # the worker says what is wrong with it
     several = isinstance(prompts, list) and prompts and isinstance(prompts[0], (str, list))
-    wanted = (len(prompts) if several else 1) * (choices if isinstance(choices, int) and choices > 1 else 1)
+    return (len(prompts) if several else 1) * (choices if isinstance(choices, int) and choices > 1 else 1)
+
+
+def sequences_refusal(wanted: int, *, most: int) -> str | None:
+    """Why a request may not ask for so many answers at once."""
     if wanted > most:
         return f"{wanted} answers are asked for at once (prompts times `n`); one request may have {most}"
     return None

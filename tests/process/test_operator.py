@@ -207,6 +207,16 @@ def test_doctor_when_the_agent_was_killed(agent: Agent) -> None:
     assert "[orphan-worker]" in done.stdout
 
 
+def test_an_agent_that_cannot_write_its_status_is_not_stuck(agent: Agent) -> None:
+    process = agent.serve("ok")
+    agent.ready()
+    (agent.home / "run" / f".status.json.{process.pid}").mkdir()  # as a full disk: the next draft cannot be written
+    agent.until(lambda status: any("status.json cannot be written" in said for said in status["warnings"]), timeout=20)
+    done = agent.run("status")
+    assert done.returncode == 0
+    assert "status.json cannot be written" in done.stdout
+
+
 def test_a_frozen_agent_is_not_ready(agent: Agent) -> None:
     process = agent.serve("ok")
     agent.ready()

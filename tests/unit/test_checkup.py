@@ -15,6 +15,7 @@ from appliance import checkup, doctor, settings, status
 from appliance.checkup.service import is_agent
 from appliance.directories import Directories, of_service
 from appliance.identity import identity
+from appliance.record import Record
 from appliance.settings import Parsed
 from appliance.symptoms import DoctorFacts
 
@@ -37,7 +38,12 @@ def examine(places: Directories, text: str = "", env: dict[str, str] | None = No
 
 
 def record(places: Directories, **values: Any) -> None:
-    (places.state / "record.json").write_text(json.dumps(values))
+    whole = Record(path=places.state).to_json() | values
+    (places.state / "record.json").write_text(json.dumps(whole))
+
+
+def seen(name: str, at: float) -> dict[str, Any]:
+    return {"name": name, "at": at, "rung": "full", "answered_s": 1.0, "situation": "", "id": "", "sentence": ""}
 
 
 def ids(facts: DoctorFacts) -> set[str]:
@@ -61,8 +67,8 @@ def test_a_missing_worker_is_a_symptom_and_no_plan_is_made(places: Directories) 
 
 
 def test_faults_of_the_last_hour_are_counted_and_older_ones_are_not(places: Directories) -> None:
-    record(places, faults=[{"name": "hang", "at": NOW - age} for age in (5, 60, 3000, 3700, 86400)] + [{"name": "crash", "at": NOW + 50}, "x"],
-           failed={"ab": "it died"}, history=[{"at": NOW + 500}])
+    record(places, faults=[seen("hang", NOW - age) for age in (5, 60, 3000, 3700, 86400)] + [seen("crash", NOW + 50)],
+           failed={"ab": "it died"}, history=[{"at": NOW + 500, "event": "x", "sentence": "", "id": ""}])
     facts = examine(places)
     assert facts.service.faults == {"hang": 3}
     assert facts.service.failed == {"ab": "it died"}

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import stat
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from appliance import status
 from appliance.cli.history import shown
 from appliance.faults import fault
 from appliance.record import FAILED, FAULTS, HISTORY, SITUATIONS, Record, load, situation
@@ -174,3 +177,33 @@ def test_case_062_the_history_shows_no_value_of_the_workers_environment(tmp_path
     text = json.dumps(shown(tree))
     assert "HF_TOKEN" in text
     assert "hf_sentinel" not in text
+
+
+GARBAGE: tuple[Any, ...] = (None, True, -1, 1e18, 1e999, float("nan"), "x", "\x1b[2J", [], {}, [1], {"a": 1}, 10**400)
+
+
+def places(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    inside = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in inside:
+        yield (*above, key)
+        yield from places(value, (*above, key))
+
+
+def test_garbage_anywhere_is_an_empty_record_or_one_of_the_right_types(tmp_path: Path) -> None:
+    """Commands read it as well: they print times, compare codes and index rungs."""
+    filled(tmp_path)
+    path = tmp_path / "record.json"
+    good = path.read_text()
+    for place in places(json.loads(good)):
+        for value in GARBAGE:
+            tree = inner = json.loads(good)
+            for key in place[:-1]:
+                inner = inner[key]
+            inner[place[-1]] = value
+            path.write_text(json.dumps(tree))
+            found = status.record(tmp_path)
+            times = [one["at"] for one in (*found["faults"], *found["history"], *([found["last_word"]] if found["last_word"] else []))]
+            assert all(time.localtime(at).tm_year < 10000 for at in times)
+            code = (found["last_word"] or {}).get("exit_code")
+            assert code is None or type(code) is int
+            json.dumps(found)

@@ -13,6 +13,7 @@ from appliance import status
 from appliance.cli import glance
 from appliance.errors import NotReachable
 from appliance.identity import identity
+from appliance.record import load
 from appliance.unit import Unit, parse
 
 NOW = 1_700_000_000.0
@@ -126,7 +127,7 @@ def test_the_last_word_is_in_the_record_else_in_the_dead_agents_status(tmp_path:
     assert status.last_word(state, runtime) is None
     status.write(runtime, {"agent": {"pid": 1}, "state": "failed", "sentence": "failed: y", "exit_code": 75})
     assert (status.last_word(state, runtime) or {})["exit_code"] == 75
-    (state / "record.json").write_text(json.dumps({"last_word": {"at": 1, "state": "stopped", "sentence": "stopped: z", "exit_code": 0}}))
+    load(state).say(state="stopped", sentence="stopped: z", exit_code=0, now=1)
     assert (status.last_word(state, runtime) or {})["sentence"] == "stopped: z"
     (state / "record.json").write_text("[[[")
     assert (status.last_word(state, runtime) or {})["sentence"] == "failed: y"
