@@ -2,6 +2,7 @@
 PYTHON ?= python3.11
 PORT ?= 8000
 SOAK_S ?= 1800
+TEST_JOBS ?= 3
 AGENT := .venv
 WORKER := .venv-worker
 TESTLIB := build/testlib
@@ -17,7 +18,7 @@ export APPLIANCE_HOME ?= $(CURDIR)/.run
 export PROMPT
 # The worker's interpreter is found beside the agent's environment; nothing to configure.
 
-.PHONY: help run status chat test test-fast test-worker test-served test-fields test-chaos soak test-system install install-agent bench bench-memory bench-kernels bench-serving bench-peers bench-report lint lock goldens clean
+.PHONY: help run status chat test test-fast test-worker test-served test-models test-fields test-chaos soak test-system install install-agent bench bench-memory bench-kernels bench-serving bench-peers bench-report lint lock goldens clean
 
 help:           ## This list.
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -34,7 +35,7 @@ chat: $(AGENT)/.installed  ## Ask the running service: make chat PROMPT="..."
 test: lint test-fast test-worker test-served  ## All tests that need no systemd (real vLLM included).
 
 test-fast: $(AGENT)/.test  ## Tests of the agent: no torch, no vLLM.
-	$(AGENT)/bin/python -m pytest tests/unit tests/process -m "not heavy"
+	$(AGENT)/bin/python -m pytest tests/unit tests/process -m "not heavy" -n $(TEST_JOBS)
 
 test-worker: $(WORKER)/.installed $(NATIVE) $(TESTLIB)/.installed $(AGENT)/.model  ## Tests of kernels, plugin and quantization, with torch.
 	PYTHONPATH=$(TESTLIB) APPLIANCE_SMOLLM2_GGUF=$$($(AGENT)/bin/python packaging/embedded_path.py) \
@@ -42,6 +43,11 @@ test-worker: $(WORKER)/.installed $(NATIVE) $(TESTLIB)/.installed $(AGENT)/.mode
 
 test-served: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Tests against real vLLM (three starts).
 	$(AGENT)/bin/python -m pytest tests/served -m "not heavy"
+
+test-models: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE) $(TESTLIB)/.installed  ## Every architecture in the table of docs/models.md, by real vLLM against transformers.
+	PYTHONPATH=$(TESTLIB) $(WORKER)/bin/python -m pytest tests/models/test_models.py
+	$(AGENT)/bin/python -m pytest tests/models/test_service.py
+	$(AGENT)/bin/python -m tests.models.render
 
 test-fields: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Each config field off its default on a warm cache (many vLLM starts).
 	$(AGENT)/bin/python -m pytest tests/served/test_config_fields.py

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -68,11 +69,12 @@ class Worker:
 
 
 @pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Worker]:
-    made = Worker(tmp_path)
-    yield made
-    made.process.kill()
-    made.process.wait()
+def worker() -> Iterator[Worker]:
+    with tempfile.TemporaryDirectory(prefix="fake-") as folder:  # short: paths of sockets are limited
+        made = Worker(Path(folder))
+        yield made
+        made.process.kill()
+        made.process.wait()
 
 
 def in_background(worker: Worker, **body: Any) -> tuple[threading.Thread, list[Any]]:
