@@ -18,7 +18,7 @@ export APPLIANCE_HOME ?= $(CURDIR)/.run
 export PROMPT
 # The worker's interpreter is found beside the agent's environment; nothing to configure.
 
-.PHONY: help run status chat test test-fast test-worker test-served test-models test-fields test-chaos soak test-system install install-agent bench bench-memory bench-kernels bench-serving bench-peers bench-report lint lock goldens clean
+.PHONY: help run status chat test test-fast test-worker test-fuzz test-gguf test-served test-models test-fields test-chaos soak test-system install install-agent bench bench-memory bench-fidelity bench-kernels bench-serving bench-peers bench-report lint lock goldens clean
 
 help:           ## This list.
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -35,11 +35,20 @@ chat: $(AGENT)/.installed  ## Ask the running service: make chat PROMPT="..."
 test: lint test-fast test-worker test-served  ## All tests that need no systemd (real vLLM included).
 
 test-fast: $(AGENT)/.test  ## Tests of the agent: no torch, no vLLM.
-	$(AGENT)/bin/python -m pytest tests/unit tests/process -m "not heavy" -n $(TEST_JOBS)
+	$(AGENT)/bin/python -m pytest tests/unit tests/process tests/fuzz -m "not heavy" -n $(TEST_JOBS)
 
 test-worker: $(WORKER)/.installed $(NATIVE) $(TESTLIB)/.installed $(AGENT)/.model  ## Tests of kernels, plugin and quantization, with torch.
 	PYTHONPATH=$(TESTLIB) APPLIANCE_SMOLLM2_GGUF=$$($(AGENT)/bin/python packaging/embedded_path.py) \
-	  $(WORKER)/bin/python -m pytest tests/kernels tests/quantize
+	  $(WORKER)/bin/python -m pytest tests/kernels tests/quantize tests/hub
+
+test-fuzz: $(WORKER)/.installed $(NATIVE) $(TESTLIB)/.installed  ## 10,000 damaged and hostile model files, read as `model add` does.
+	PYTHONPATH=$(TESTLIB) $(WORKER)/bin/python -m pytest -s tests/fuzz -m heavy
+
+test-gguf: $(WORKER)/.installed $(NATIVE) $(TESTLIB)/.installed $(AGENT)/.model  ## GGUF files against llama.cpp: architectures, types, tokens (cmake, g++).
+	$(WORKER)/bin/python -m tests.bench.build_llama --isa native
+	PYTHONPATH=$(TESTLIB) APPLIANCE_SMOLLM2_GGUF=$$($(AGENT)/bin/python packaging/embedded_path.py) \
+	  $(WORKER)/bin/python -m pytest tests/gguf
+	$(WORKER)/bin/python -m tests.gguf.results
 
 test-served: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Tests against real vLLM (three starts).
 	$(AGENT)/bin/python -m pytest tests/served -m "not heavy"
@@ -59,12 +68,17 @@ test-chaos: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Ma
 soak: $(AGENT)/.test  ## Mixed load on the running service (make run) for SOAK_S seconds: does anything grow?
 	$(AGENT)/bin/python -m tests.bench.soak --port $(PORT) --seconds $(SOAK_S)
 
-bench: bench-memory bench-kernels bench-serving bench-report  ## All measurements, against llama.cpp too: docs/benchmarks.md (hours).
+bench: bench-memory bench-fidelity bench-kernels bench-serving bench-report  ## All measurements, against llama.cpp too: docs/benchmarks.md (hours).
 
 bench-memory: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Peak memory: quantizing a 1B model; the plan's arithmetic against real workers.
 	@mkdir -p $(RESULTS)
 	$(WORKER)/bin/python -m tests.bench.quantize_memory
 	$(AGENT)/bin/python -m tests.bench.memory --json $(RESULTS)/memory.json
+
+bench-fidelity: $(WORKER)/.installed $(AGENT)/.model $(NATIVE) bench-peers  ## What 4 bits cost: each grid and llama.cpp's files, by one evaluator.
+	@mkdir -p $(RESULTS)
+	APPLIANCE_SMOLLM2_GGUF=$$($(AGENT)/bin/python packaging/embedded_path.py) \
+	  $(WORKER)/bin/python -m tests.bench.fidelity --json $(RESULTS)/fidelity-smollm2.json
 
 bench-kernels: $(WORKER)/.installed  ## The int4 kernels against memory bandwidth, ATen and torch's GEMM.
 	@mkdir -p $(RESULTS)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 from appliance.facts import ModelFacts
 from appliance.launch import PROBE_SEATS
-from appliance.quantize.format import PLAIN_DECODERS, parse_config
 
 MIB = 1024**2
 GIB = 1024**3
@@ -115,8 +114,6 @@ def items(model: ModelFacts, shape: Shape, *, block: int, gemm_bytes: int, mappe
     activations = shape.batch_tokens * (widest * (2 + gemm_bytes) * 2 + model.hidden_size * 2 * 8)
     logits = (shape.running + PROBE_SEATS) * table_rows * (4 + 4 + 2)
     weights = model.linear_bytes + model.table_bytes + model.kept_bytes
-    # A bf16 head that vLLM multiplies by itself is packed beside the table, which stays for the lookup of rows.
-    own_head = model.architecture in PLAIN_DECODERS or parse_config(model.quantization).stored_table_bits < 16
     lines = [
         MemoryItem(item="api server process", bytes=API_SERVER_BYTES, phases=always),
         MemoryItem(item="engine process", bytes=ENGINE_BYTES, phases=always),
@@ -124,8 +121,6 @@ def items(model: ModelFacts, shape: Shape, *, block: int, gemm_bytes: int, mappe
         MemoryItem(item="weights: 4-bit linears", bytes=model.linear_bytes, phases=always),
         MemoryItem(item="weights: embedding table and head", bytes=model.table_bytes, phases=always),
         MemoryItem(item="weights: kept in bf16", bytes=model.kept_bytes, phases=always),
-        *([] if own_head else [MemoryItem(item="packed copy of the head", bytes=table_rows * model.hidden_size * 2,
-                                          phases=always)]),
         *([] if mapped else [MemoryItem(item="packing the largest layer", bytes=packing, phases=("load",))]),
         MemoryItem(item="key/value cache", bytes=kv_bytes(model, shape, block), phases=("warm-up", "serve")),
         MemoryItem(item="activations of one batch", bytes=activations,

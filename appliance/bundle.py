@@ -64,8 +64,8 @@ def scrubber(settings: Settings, *, env: Mapping[str, str], state: Path) -> Scru
     secrets += [settings.worker.env[name] for name in hidden]
     with contextlib.suppress(ApplianceError):
         secrets.append(configured_key(settings.api_key_file, env) or "")
-    for path in (settings.api_key_file, settings.tls.key, str(state / "keys.json"),
-                 "/run/credentials/appliance.service/api_key"):
+    for path in (settings.api_key_file, settings.tls.key, settings.hub.token_file, str(state / "keys.json"),
+                 "/run/credentials/appliance.service/api_key", "/run/credentials/appliance.service/hub_token"):
         with contextlib.suppress(OSError, ValueError):
             secrets += _words(Path(path).read_text()) if path else []
     return Scrubber(secrets, hidden)

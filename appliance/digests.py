@@ -2,8 +2,10 @@
 
 Does: stream the files once, keep the result in one small JSON file. Does not: decide which files matter
 (`appliance.importing.source` does). Rules: a remembered digest counts only while size, mtime, ctime and inode are
-unchanged; a file that changed within the last two seconds, or while it was read, is not remembered (its time stamp
-could hide a second change); a cache that cannot be read or written only costs time.
+unchanged *and* samples of its contents are: clocks lie, and a stick with a FAT file system has coarse times and
+invents inodes at each mount, so two models of one shape can look alike. A file that changed within the last two
+seconds, in the future, or while it was read, is not remembered (its time stamp could hide a second change); a cache
+that cannot be read or written only costs time.
 """
 
 from __future__ import annotations
@@ -22,15 +24,19 @@ from appliance.importing.source import Source
 _BLOCK_BYTES = 4 << 20
 _RACY_NS = 2_000_000_000
 _MOST_ENTRIES = 1000
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+"""Spread evenly over a file, its beginning and its end included."""
 
 
-def source_digest(source: Source, *, cache: Path, now: float, on_progress: Callable[[int, int], None]) -> str:
+def source_digest(
+    source: Source, *, cache: Path | None, now: float, on_progress: Callable[[int, int], None],
+) -> str:
     """64 hex digits over names and contents of the source's files; of a single file over its contents alone.
 
-    `cache` is the JSON file of remembered digests, `now` the time in seconds since 1970; `on_progress` gets bytes
-    done and total. Raises ModelError when a file cannot be read or changes meanwhile.
+    `cache` is the JSON file of remembered digests (None: nothing is remembered), `now` the time in seconds since 1970;
+    `on_progress` gets bytes done and total. Raises ModelError when a file cannot be read or changes meanwhile.
     """
-    remembered = _load(cache)
+    remembered = _load(cache) if cache is not None else {}
     fresh: dict[str, list[str]] = {}
     done, digests = 0, {}
     for file in source.files:
@@ -51,7 +57,7 @@ def source_digest(source: Source, *, cache: Path, now: float, on_progress: Calla
         digests[file.name] = digest
         if now * 1e9 - touched > _RACY_NS:
             fresh[path] = [stamp, digest]
-    if fresh:
+    if fresh and cache is not None:
         _save(cache, {**{p: e for p, e in remembered.items() if p not in fresh}, **fresh})
     if len(digests) == 1 and source.kind == "gguf":
         return next(iter(digests.values()))
@@ -60,8 +66,19 @@ def source_digest(source: Source, *, cache: Path, now: float, on_progress: Calla
 
 def _stamp(file: Path) -> tuple[str, int]:
     found = file.stat()
-    parts = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
+    parts = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev, _samples(file))
     return "-".join(map(str, parts)), max(found.st_mtime_ns, found.st_ctime_ns)
+
+
+def _samples(file: Path) -> str:
+    """A digest of some of the file's contents."""
+    hasher = hashlib.sha256()
+    with open(file, "rb", buffering=0) as reader:
+        last = max(0, reader.seek(0, os.SEEK_END) - _SAMPLE_BYTES)
+        for place in sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):
+            reader.seek(place)
+            hasher.update(reader.read(_SAMPLE_BYTES))
+    return hasher.hexdigest()[:16]
 
 
 def _stream(file: Path, done: int, total: int, on_progress: Callable[[int, int], None]) -> tuple[str, int]:

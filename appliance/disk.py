@@ -7,6 +7,7 @@ an OSError of these functions is mapped by the caller with `mapped`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import hashlib
@@ -14,14 +15,36 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from appliance.errors import StoreError
+from appliance.pieces import Digests
+
+BLOCK_BYTES = 4 << 20
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+"""Of <fcntl.h> and <linux/fs.h>."""
 
 
 def sha256(path: Path) -> str:
     """SHA-256 of a file's contents, 64 hex digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digests(path: Path) -> Digests:
+    """The digests of a file and of its pieces, read once."""
+    found = Digests()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(BLOCK_BYTES):
+            found.update(block)
+    return found
+
+
+def write_all(file: IO[bytes], block: bytes | memoryview) -> None:
+    """Write a whole block to an unbuffered file."""
+    rest = memoryview(block)
+    while rest:
+        rest = rest[file.write(rest):]
 
 
 def try_lock(descriptor: int) -> bool:
@@ -31,6 +54,21 @@ def try_lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def is_locked(path: Path) -> bool:
+    """Whether somebody holds the lock of a folder or file now."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:  # gone by now, or not ours
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 @contextlib.contextmanager
@@ -50,6 +88,21 @@ def delete(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Let two folders of one file system change places: at every moment each path leads to one of them, except where
+    the file system cannot do that (NFS)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
+        return
+    number = ctypes.get_errno()
+    if number not in (errno.EINVAL, errno.ENOSYS):
+        raise OSError(number, os.strerror(number), str(one))
+    aside = one.with_name(f"{one.name}.aside")
+    other.rename(aside)
+    one.rename(other)
+    aside.rename(one)
 
 
 def fsync(path: Path) -> None:

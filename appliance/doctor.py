@@ -80,8 +80,8 @@ def _setup(setup: SetupFacts) -> Iterator[Finding]:
     if setup.plan and not setup.config and not setup.worker:
         yield _of("plan-refuses", setup.plan)
     for sentence in setup.damaged:
-        yield _error("model-damaged", 73, sentence, "the store does not hold what it should",
-                     "run `applianctl model verify`; add the model again; check the disk")
+        yield _error("model-damaged", 65, sentence, "the store does not hold what it should",
+                     "run `applianctl model verify` and `applianctl model repair NAME`; check the disk")
     if "native" in (setup.kernels or ()):
         for name in setup.not_laid_out:
             yield _note("not-laid-out", f"the weights of {name} are not laid out for the kernels",

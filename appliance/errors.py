@@ -32,13 +32,15 @@ class ApplianceError(Exception):
 
     @property
     def line(self) -> str:
-        """The whole error as one line of printable characters (a worker's words may hold escape sequences)."""
+        """The whole error as one line of printable characters (a worker's words may hold escape sequences), not longer
+        than anybody reads (a name in a hostile file may have megabytes)."""
         text = self.what
         if self.why:
             text += f": {self.why}"
         if self.do:
             text += f"; {self.do}"
-        return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+        line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+        return line if len(line) <= 1500 else f"{line[:1000]} ... {line[-400:]}"
 
 
 class UsageError(ApplianceError):

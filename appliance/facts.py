@@ -223,6 +223,12 @@ class ModelFacts:
     bits_per_weight: float
     quantization: Mapping[str, Any] = field(default_factory=dict)
     """`quantization_config` of the checkpoint as it stands in config.json."""
+    roles: tuple[str, ...] = ()
+    """Whose messages the chat template takes, as tried when the model was added."""
+    template_marks: tuple[str, ...] = ()
+    """The words of tool calls and of thinking that stand in the chat template (`parsers.MARKS`)."""
+    template_fault: str = ""
+    """Why the chat template cannot be used; `chat` is then false."""
 
 
 def to_json(value: Any) -> Any:

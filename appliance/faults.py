@@ -119,6 +119,7 @@ MEANINGS: dict[str, Meaning] = {
     "port-taken": Meaning(kind="transient", error=TransientError),
     "corrupt-cache": Meaning(kind="transient", error=TransientError, cures=("no-compile",), repair="cache"),
     "unreadable-weights": Meaning(kind="content", error=StoreError, repair="weights"),
+    "damaged-weights": Meaning(kind="content", error=ModelError, repair="weights"),
     "bad-model": Meaning(kind="content", error=ModelError, repair="weights"),
     "bad-arguments": Meaning(kind="content", error=ConfigError),
     "plugin-missing": Meaning(kind="content", error=ConfigError),
@@ -133,6 +134,8 @@ VERDICTS: dict[str, tuple[str, str, str]] = {
     "slow-start": ("the worker did not become ready", "its start made no progress any more", "see the worker's log"),
     "memory-stall": ("the worker was slowed down to a stand-still", "it is held at its memory limit (memory.high)",
                      "raise MemoryHigh of the unit, or lower context"),
+    "damaged-weights": ("damage was found in the stored weights", "bytes have changed",
+                        "run `applianctl model verify`; check the disk"),
 }
 
 ENGINE_GONE = "its engine process ended without a word, as one that is killed does"

@@ -19,11 +19,16 @@ LOWER_VARIANT = {"avx2": "avx2", "default": "scalar"}
 """The native kernel's instruction set on a lowered rung; else its self-test chooses."""
 
 
-def changes(dials: Dials, model: ModelFacts, shape: Shape) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rung id and the dials it changes against `full`. The memory rungs build on each other."""
+def changes(dials: Dials, model: ModelFacts, shape: Shape,
+            unmapped: Shape | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rung id and the dials it changes against `full`. The memory rungs build on each other. `unmapped`: what fits
+    where the weights are not mapped but packed in memory, as `aten` does; None: nothing, so there is no such rung."""
     yield "full", {}
-    if dials.kernel == "native":
-        yield "aten", {"kernel": "aten"}
+    if dials.kernel == "native" and unmapped is not None:
+        fits = {"context": unmapped.context, "batch_tokens": unmapped.batch_tokens,
+                "kv_bytes": budget.kv_bytes(model, unmapped, dials.block)}
+        yield "aten", {"kernel": "aten", **{name: value for name, value in fits.items()
+                                            if value < getattr(dials, name)}}
     if dials.compile:
         yield "no-compile", {"compile": False}
     single = replace(shape, sequences=1)

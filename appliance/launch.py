@@ -38,7 +38,8 @@ PLANNED_FLAGS = (
     "--model-loader-extra-config", "--shutdown-timeout", "--enforce-eager", "--ssl-certfile", "--ssl-keyfile",
     "--load-format", "--api-server-count", "--mm-tensor-ipc",
     "--compilation-config", "--optimization-level", "--tensor-parallel-size", "--data-parallel-size",
-    "--pipeline-parallel-size", "--quantization", "--api-key", "--config",
+    "--pipeline-parallel-size", "--quantization", "--api-key", "--config", "--enable-auto-tool-choice",
+    "--tool-call-parser", "--reasoning-parser",
 )
 """What the plan or a setting decides; `worker.extra_args` may not say it again."""
 
@@ -101,6 +102,9 @@ class Dials:
     capability: str
     compiler: str | None
     drain_s: float
+    tools: str = "none"
+    reasoning: str = "none"
+    """vLLM's parsers of tool calls and of thinking."""
     variant: str = ""
     """The native kernel's instruction set, forced; empty: the worker's self-test chooses."""
     gemm: str = ""
@@ -135,6 +139,10 @@ def argv(dials: Dials, places: Places, settings: Settings) -> tuple[str, ...]:
         "--disable-access-log-for-endpoints", "/health,/metrics,/load",
         "--disable-fastapi-docs",
     ]
+    if dials.tools != "none":
+        args += ["--enable-auto-tool-choice", "--tool-call-parser", dials.tools]
+    if dials.reasoning != "none":
+        args += ["--reasoning-parser", dials.reasoning]
     if not dials.compile:
         args.append("--enforce-eager")
     return (*args, *settings.worker.extra_args)

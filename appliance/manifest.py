@@ -1,8 +1,9 @@
-"""manifest.json: what a stored object is made from, how, and the size and SHA-256 of each of its files.
+"""manifest.json: what a stored object is made from, how, and the size and digests of each of its files.
 
 Does: compute an object's key, write and read the manifest, compare a folder with it. Does not: know where objects
 lie or change one. Rules: a finding is one sentence that begins with the name of the damaged file; only what decides
-the contents (source, recipe, format and rule versions) enters the key, nothing of the host or the time.
+the contents (source, recipe, format and rule versions) enters the key, nothing of the host or the time; the manifest
+carries a checksum over itself, which only those of the first releases lack.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from appliance import disk, pieces
 from appliance.disk import sha256
 from appliance.quantize.format import FORMAT_VERSION
 
@@ -23,6 +25,8 @@ MANIFEST = "manifest.json"
 _FIELDS = {
     "schema": int, "source": str, "source_digest": str, "recipe": dict, "files": dict, "report": dict, "created": str,
 }
+_FIRST = {*_FIELDS, "digest", "recipe_version", "format_version"}
+"""All fields of a manifest without a checksum: with others, it is one whose checksum was damaged."""
 
 
 def key(source_digest: str, recipe: Mapping[str, Any]) -> str:
@@ -58,12 +62,23 @@ def write(
         "recipe": dict(recipe),
         "recipe_version": RECIPE_VERSION,
         "format_version": FORMAT_VERSION,
-        "files": {name: {"sha256": sha256(path), "bytes": path.stat().st_size} for name, path in files.items()},
+        "files": {name: _entry(path) for name, path in files.items()},
         "report": dict(report),
         "created": created,
     }
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    (folder / MANIFEST).write_text(text(manifest), encoding="utf-8")
     return None
+
+
+def text(manifest: Mapping[str, Any]) -> str:
+    """The text of manifest.json, with its checksum."""
+    body = {field: value for field, value in manifest.items() if field != "checksum"}
+    return json.dumps({**body, "checksum": _checksum(body)}, indent=1, sort_keys=True) + "\n"
+
+
+def made_by_these_rules(manifest: Mapping[str, Any]) -> bool:
+    """Whether this release would make the same object of the same source: else its key cannot be computed here."""
+    return (manifest.get("recipe_version"), manifest.get("format_version")) == (RECIPE_VERSION, FORMAT_VERSION)
 
 
 def read(folder: Path) -> tuple[dict[str, Any], str | None]:
@@ -79,11 +94,15 @@ def read(folder: Path) -> tuple[dict[str, Any], str | None]:
     for field, kind in _FIELDS.items():
         if not isinstance(manifest, dict) or not isinstance(manifest.get(field), kind):
             return {}, f"{MANIFEST}: `{field}` is missing or wrong"
+    checksum = manifest.get("checksum")
+    if manifest["schema"] == SCHEMA and checksum is None and manifest.keys() - _FIRST:
+        return {}, f"{MANIFEST}: its checksum is missing"
+    if manifest["schema"] == SCHEMA and checksum is not None and checksum != _checksum(manifest):
+        return {}, f"{MANIFEST}: its checksum is wrong"
     if manifest["schema"] != SCHEMA:
         return {}, f"{MANIFEST}: schema {manifest['schema']} is not {SCHEMA}, another release wrote it"
     for name, entry in manifest["files"].items():
-        known = isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("sha256"), str)
-        if not known or name.startswith("/") or ".." in Path(name).parts:
+        if not _is_entry(entry) or name.startswith("/") or ".." in Path(name).parts:
             return {}, f"{MANIFEST}: the entry of {name} is wrong"
     return manifest, None
 
@@ -114,8 +133,7 @@ def verify(folder: Path) -> list[str]:
         return [broken]
     findings = shape(folder)
     damaged = {finding.split(":")[0] for finding in findings}
-    ours = (manifest.get("recipe_version"), manifest.get("format_version")) == (RECIPE_VERSION, FORMAT_VERSION)
-    if ours and key(manifest["source_digest"], manifest["recipe"]) != folder.name:
+    if made_by_these_rules(manifest) and key(manifest["source_digest"], manifest["recipe"]) != folder.name:
         findings.append(f"{MANIFEST}: its source and recipe do not belong to this digest")
     for name, entry in manifest["files"].items():
         if name in damaged:
@@ -130,3 +148,22 @@ def verify(folder: Path) -> list[str]:
         if actual != entry["sha256"]:
             findings.append(f"{name}: contents changed (SHA-256 {actual[:12]}, recorded {entry['sha256'][:12]})")
     return findings
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    found = disk.digests(path)
+    entry: dict[str, Any] = {"sha256": found.whole, "bytes": found.bytes}
+    return {**entry, "pieces": list(found.pieces)} if found.pieces else entry
+
+
+def _is_entry(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str) or type(entry.get("bytes")) is not int:
+        return False
+    listed = entry.get("pieces")
+    return listed is None or (isinstance(listed, list) and len(listed) == pieces.count(entry["bytes"])
+                              and all(isinstance(one, str) for one in listed))
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    body = {field: value for field, value in manifest.items() if field != "checksum"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

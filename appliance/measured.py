@@ -10,7 +10,7 @@ are as fast as more; a figure without a unit in its name does not exist.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,8 +23,9 @@ SAME = 0.03
 BANDWIDTH, WEIGHTS, CANARY, SERVED, FIRST = "bandwidth", "weights", "canary", "served", "first"
 """Kinds of trials: reading memory; all linears of one step; the crash canary; a whole worker answering; the mark that a
 first start has tried to measure."""
-OWN, LIBRARY, INT4 = "own", "library", "int4"
-"""Routes of many rows: as the kernel serves them, by torch's GEMM, in torch's int4 kernel."""
+OWN, INT4 = "own", "int4"
+GEMMS = ("bf16", "fp32")
+"""Routes of many rows: as the kernel serves them, in torch's int4 kernel, by torch's GEMM of a type."""
 PREFILL_ROWS = 256
 GB_S, TOK_S, PREFILL_TOK_S, STREAMS_TOK_S = "GB/s", "tok/s", "prompt tok/s", "4 streams tok/s"
 """Figures: of a read; of one row; of PREFILL_ROWS rows, or a prompt; of four answers at once."""
@@ -130,6 +131,27 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...
     names = [*before, *(name for name in now if name not in before)]
     return tuple(f"{name} was {before.get(name, 'none')}, is {now.get(name, 'none')}"
                  for name in names if before.get(name) != now.get(name))
+
+
+def comparable(before: Record, after: Record) -> bool:
+    """Whether another speed is the software's: the same CPUs, with the same quota, and other inputs."""
+    same = ("CPU", "CPUs", "CPU quota")
+    return before.inputs != after.inputs and all(before.inputs.get(name) == after.inputs.get(name) for name in same)
+
+
+def slower(before: Record, after: Record, *, loss_pct: float) -> Iterator[str]:
+    """Figures that have lost more than `loss_pct` against an earlier record, as sentences. The best repeat of each
+    counts: others on the machine make figures smaller, never larger."""
+    for trial in after.trials:
+        earlier = before.find(trial.id)
+        for name in (TOK_S, PREFILL_TOK_S, GB_S) if earlier is not None else ():
+            if not trial.median(name) or earlier is None or not earlier.median(name):
+                continue
+            then, now = earlier.figures[name].high, trial.figures[name].high
+            if 100 * (1 - now / then) > loss_pct:
+                where = "".join(f", {key} {trial.settings[key]}" for key in ("threads", "cpus", "variant", "route")
+                                if trial.settings.get(key))
+                yield f"{trial.kind}{where}: {then:.1f} -> {now:.1f} {name}, {100 * (1 - now / then):.0f} % slower"
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------

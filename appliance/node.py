@@ -62,6 +62,19 @@ def read_node(parsed: Parsed, directories: Directories, worker_python: str, *, e
     return Node(host=host, model=model, plan=plan, places=where, versions=versions)
 
 
+def plan_unmade(model: ModelFacts, parsed: Parsed, directories: Directories, worker_python: str, *,
+                env: Mapping[str, str]) -> Plan:
+    """The plan for a model that is not stored yet: as `read_node` would make it, its weights laid out."""
+    contract = worker_contract(worker_python, env=env)
+    versions = {name: str(version) for name, version in contract["versions"].items() if version}
+    host = read_host("/", store=directories.store, versions=versions)
+    kernels = tuple(contract["kernels"])
+    where = places(directories, model_path=Path("unmade"), fingerprint=host.fingerprint,
+                   prepared=Path("unmade") if "native" in kernels else None)
+    return make_plan(without_own_worker(host, directories), model, parsed.settings, where, kernels=kernels,
+                     measured=archive.load(directories.state, host), trial=read_trial(Path(where.cache) / TRIAL_FILE))
+
+
 def places(directories: Directories, *, model_path: Path, fingerprint: str, prepared: Path | None = None) -> Places:
     """The worker's folders. Compiled code lies below the host's fingerprint, so that no other CPU ever loads it."""
     cache = directories.cache / fingerprint

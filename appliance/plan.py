@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from appliance import budget, ladder, launch, tuning
+from appliance import budget, ladder, launch, parsers, tuning
 from appliance.budget import MemoryItem, Shape, show
 from appliance.facts import HostFacts, KernelTrial, ModelFacts
 from appliance.fitting import BATCHES, Fitting, contexts
@@ -33,6 +33,7 @@ BLOCK = 32
 SAFE_DEQUANT_THRESHOLD = 2
 DECODER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """One of them kept in bf16, and the layers run one operator at a time."""
+NUMA_BOUND = "NUMA node"
 UNKNOWN_CEILING = Refusal(exit_code=76, what="the memory ceiling is unknown", do="set memory.ceiling in the settings",
                           why="neither /proc/meminfo nor a cgroup limit can be read")
 
@@ -106,17 +107,19 @@ def make_plan(
     if threads.cpus is not None:
         choices.append(Choice(name="cpus", value=ranges(threads.cpus), evidence=threads.evidence,
                               reason="the worker is confined to the chosen cores"))
-    choices += _kernel_choices(kernel, tier, model, settings, trial, measured)
+    gemm = _gemm(tier, model, measured)
+    rows = tuning.library_rows(measured, model.digest, gemm.value) if tier == "amx" else None
+    choices += _kernel_choices(kernel, tier, model, settings, trial, measured, gemm, rows)
     choices += _measurements(measured)
     running = settings.max_running or _default_running(threads.count)
     choices.append(_running_choice(running, threads.count, settings))
     kept = {layer.name.removesuffix(".weight").rpartition(".")[2] for layer in model.kept}
     fused = (kernel == "native" and model.architecture in PLAIN_DECODERS and settings.compile is not True
              and kept.isdisjoint(DECODER_LINEARS))
-    can_compile, compile_reason, compile_evidence = _compile(host, settings, fused=fused)
+    compiled = tuning.served(measured, model.digest, "compile", True) if settings.compile is None else None
+    can_compile, compile_reason, compile_evidence = _compile(host, settings, compiled, fused=fused)
     ceiling, ceiling_source = _ceiling(host, settings, threads.cpus)
     usable = _usable(host, ceiling, settings)
-    gemm_bytes = 2 if tier in ("avx512_bf16", "amx") else 4
     batch = tuning.served(measured, model.digest, "batch_tokens", BATCHES[0])
     blocks = tuning.served(measured, model.digest, "block", BLOCK)
     block = int(blocks.value) if blocks else BLOCK
@@ -124,7 +127,7 @@ def make_plan(
     if ceiling is None or usable is None:
         return _refused(host, model, UNKNOWN_CEILING, tuple(choices))
     fitting = Fitting(model=model, wanted_context=settings.context, running=running, can_compile=can_compile,
-                      block=block, gemm_bytes=gemm_bytes, mapped=mapped,
+                      block=block, gemm_bytes=2 if gemm.value == "bf16" else 4, mapped=mapped,
                       batch=int(batch.value) if batch else BATCHES[0])
     shape = fitting.fit(usable)
     if shape is None:
@@ -134,7 +137,11 @@ def make_plan(
         compile_reason, compile_evidence = "the compiler's peak does not fit under the ceiling", "memory arithmetic"
     choices += _shape_choices(fitting, settings, shape, ceiling, ceiling_source, batch, blocks)
     choices.append(Choice(name="compile", value=shape.compile, reason=compile_reason, evidence=compile_evidence))
-    choices += _with_more(fitting, shape, ceiling, usable, settings)
+    choices += _with_more(fitting, shape, ceiling, ceiling_source, usable, settings)
+    tools = parsers.choose_tools(model.architecture, model.template_marks, settings.tools)
+    reasoning = parsers.choose_reasoning(model.architecture, model.template_marks, settings.reasoning)
+    choices += (Choice(name=name, value=found.parser, reason=found.reason, evidence=found.evidence)
+                for name, found in (("tool calls", tools), ("reasoning", reasoning)))
     wide = shape.compile and model.architecture in PLAIN_DECODERS
     choices.append(Choice(name="residual stream", value="fp32" if wide or fused else "bf16",
                           evidence="docs/benchmarks.md",
@@ -148,10 +155,12 @@ def make_plan(
         context=shape.context, running=shape.running, batch_tokens=shape.batch_tokens,
         kv_bytes=budget.kv_bytes(model, shape, block), block=block, compile=shape.compile,
         capability=launch.ATEN_CAPABILITY[tier], compiler=host.software.compiler, drain_s=settings.drain_s,
-        variant=_variant(kernel, model, settings, trial, measured),
+        tools=tools.parser, reasoning=reasoning.parser, variant=_variant(kernel, model, settings, trial, measured),
+        gemm=gemm.value if gemm.value != _tier_gemm(tier) else "", library_rows=str(rows.value) if rows else "",
     )
+    unmapped = replace(fitting, mapped=False).fit(usable)
     rungs = tuple(_rung(name, changes, dials, places, settings)
-                  for name, changes in ladder.changes(dials, model, shape))
+                  for name, changes in ladder.changes(dials, model, shape, unmapped))
     phase, peak = budget.peak(lines)
     return Plan(schema=SCHEMA, fingerprint=host.fingerprint, model=model.name, tier=host.cpu.tier, rungs=rungs,
                 memory=lines, peak_phase=phase, peak_bytes=peak, ceiling_bytes=ceiling, usable_bytes=usable,
@@ -182,7 +191,8 @@ def _running_choice(running: int, threads: int, settings: Settings) -> Choice:
 
 
 def _kernel_choices(
-    kernel: str, tier: str, model: ModelFacts, settings: Settings, trial: KernelTrial | None, measured: Record | None
+    kernel: str, tier: str, model: ModelFacts, settings: Settings, trial: KernelTrial | None, measured: Record | None,
+    gemm: Preference, rows: Preference | None,
 ) -> Iterator[Choice]:
     why = "set by the operator" if settings.kernel != "auto" else ""
     left_out = "; ".join(trial.left_out) if trial else ""
@@ -196,20 +206,19 @@ def _kernel_choices(
                          reason=f"left out: {left_out}" if left_out else
                          "each start tries it against the reference first",
                          evidence="self-test at the last start" if trial else "not started yet")
-        amx = "; from 64 rows on the library GEMM in bf16, which AMX makes faster" if tier == "amx" else ""
+        first, faster = (rows.value, rows.reason) if rows else (64, "which AMX makes faster")
+        amx = f"; from {first} rows on the library GEMM in {gemm.value}: {faster}" if tier == "amx" and first else ""
         yield Choice(name="kernel, one row", value="native", evidence="worker contract",
                      reason=why or "int16 activations, exact sums, weights read once and mapped from the store")
-        yield Choice(name="kernel, many rows", value="native", evidence="worker contract",
+        yield Choice(name="kernel, many rows", value="native", evidence=rows.evidence if rows else "worker contract",
                      reason=f"the same copy of the weights serves any number of rows{amx}")
     else:
-        many = "bf16" if tier in ("avx512_bf16", "amx") else "fp32"
         yield Choice(name="kernel, one row", value="aten", evidence="worker contract",
                      reason=why or (f"torch's int4 kernel; left out: {left_out}" if left_out else
                                     "torch's int4 kernel; the only int4 kernel this worker has"))
-        yield Choice(name="kernel, many rows", value=f"dequantize to {many} and library GEMM",
+        yield Choice(name="kernel, many rows", value=f"dequantize to {gemm.value} and library GEMM",
                      reason="more than one row in torch's int4 kernel is unsafe before attention (SIGILL on AMX hosts)"
-                     + ("" if many == "bf16" else "; bf16 GEMM is several times slower than fp32 on this tier"),
-                     evidence="no canary has passed for this host")
+                     + f"; {gemm.reason}", evidence=gemm.evidence)
         threshold = _threshold(kernel, model, measured)
         yield Choice(name="dequant_threshold", value=threshold.value, reason=threshold.reason,
                      evidence=threshold.evidence)
@@ -233,6 +242,18 @@ def _variant(kernel: str, model: ModelFacts, settings: Settings, trial: KernelTr
     return tuning.preferred_variant(measured, model.digest, left_out=trial.left_out if trial else ())
 
 
+def _tier_gemm(tier: str) -> str:
+    return "bf16" if tier in ("avx512_bf16", "amx") else "fp32"
+
+
+def _gemm(tier: str, model: ModelFacts, measured: Record | None) -> Preference:
+    """The type of torch's GEMM: as measured where the CPU multiplies bf16, else fp32."""
+    found = tuning.gemm(measured, model.digest, "bf16") if _tier_gemm(tier) == "bf16" else None
+    return found or Preference(value=_tier_gemm(tier), evidence="no canary has passed for this host", reason=
+                               "bf16 GEMM has its own instructions here" if _tier_gemm(tier) == "bf16" else
+                               "bf16 GEMM is several times slower than fp32 on this tier")
+
+
 def _threshold(kernel: str, model: ModelFacts, measured: Record | None) -> Preference:
     """From how many rows on torch's int4 kernel is left: 2, unless it was measured to be safe and faster here."""
     found = tuning.threshold(measured, model.digest) if kernel == "aten" else None
@@ -253,7 +274,8 @@ def _default_running(threads: int) -> int:
     return 8 if threads <= 4 else 16 if threads <= 16 else 32
 
 
-def _compile(host: HostFacts, settings: Settings, *, fused: bool) -> tuple[bool, str, str]:
+def _compile(host: HostFacts, settings: Settings, measured: Preference | None, *,
+             fused: bool) -> tuple[bool, str, str]:
     if settings.compile is False:
         return False, "switched off by the operator", "settings compile"
     if fused:
@@ -262,6 +284,8 @@ def _compile(host: HostFacts, settings: Settings, *, fused: bool) -> tuple[bool,
         return False, "torch.compile needs g++ and none was found; layers run one by one, decode is slower", "PATH"
     if host.software.python_headers is None:
         return False, "torch.compile needs Python.h and none was found; decode is slower", "include path"
+    if measured is not None:
+        return bool(measured.value), measured.reason, measured.evidence
     return True, "fuses the work between matrix products; cached for later starts", host.software.compiler
 
 
@@ -272,7 +296,7 @@ def _ceiling(host: HostFacts, settings: Settings, cpus: tuple[int, ...] | None) 
               (settings.memory.ceiling, "settings memory.ceiling")]
     if sum(bool(node.memory_bytes) for node in host.topology.nodes) > 1:
         first = min(cpus or host.topology.allowed, default=None)
-        bounds += [(node.memory_bytes, f"NUMA node {node.node}, which the worker runs on")
+        bounds += [(node.memory_bytes, f"{NUMA_BOUND} {node.node}, which the worker runs on")
                    for node in host.topology.nodes if first in node.cpus]
     known = [(size, source) for size, source in bounds if size is not None]
     return min(known, key=lambda bound: bound[0], default=(None, host.memory.ceiling_source))
@@ -307,8 +331,11 @@ def _refusal(fitting: Fitting, ceiling_now: int, usable: int, settings: Settings
                       "or use a smaller model")
 
 
-def _with_more(fitting: Fitting, shape: Shape, ceiling: int, usable: int, settings: Settings) -> Iterator[Choice]:
+def _with_more(fitting: Fitting, shape: Shape, ceiling: int, ceiling_source: str, usable: int,
+               settings: Settings) -> Iterator[Choice]:
     """What one GiB more of ceiling, and of free memory, would buy."""
+    if ceiling_source.startswith(NUMA_BOUND):
+        return  # a higher ceiling of the unit would buy nothing
     reserve = settings.memory.reserve
     growth = budget.GIB - (budget.reserve_bytes(ceiling + budget.GIB, reserve) - budget.reserve_bytes(ceiling, reserve))
     if bought := fitting.with_more(shape, usable + growth):

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from appliance import pieces
 from appliance.quantize.format import group_refusal
 
 SCHEMA = 1
@@ -57,13 +58,14 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """`source`: the digest of the stored object; `bytes` and `sha256` are those of `weights.bin`."""
+    """`source`: the digest of the stored object; `bytes`, `sha256` and `pieces` are those of `weights.bin`."""
 
     source: str
     bytes: int
     sha256: str
     runs: tuple[Run, ...]
     left_out: tuple[LeftOut, ...]
+    pieces: tuple[str, ...] = ()
     layout: str = LAYOUT_ID
 
 
@@ -113,7 +115,8 @@ def read_index(text: str) -> tuple[Index | None, str]:
     try:
         runs = tuple(Run(**{**run, "replaces": tuple(run["replaces"])}) for run in raw.pop("runs"))
         left_out = tuple(LeftOut(**entry) for entry in raw.pop("left_out"))
-        return Index(**raw, runs=runs, left_out=left_out), ""
+        digests = tuple(str(one) for one in raw.pop("pieces", ()))
+        return Index(**raw, runs=runs, left_out=left_out, pieces=digests), ""
     except (KeyError, TypeError):
         return None, "a field is missing or unknown"
 
@@ -124,6 +127,8 @@ def index_refusal(index: Index, *, source: str, weights_bytes: int) -> str | Non
         return f"it was made from another model ({index.source[:12]})"
     if index.bytes != weights_bytes:
         return f"{WEIGHTS} has {weights_bytes} bytes, recorded {index.bytes}"
+    if len(index.pieces) != pieces.count(index.bytes):
+        return f"it does not have a digest for each piece of {WEIGHTS}"
     for run in index.runs:
         if run.bytes != run_bytes(run.n, run.k, run.group, run.bits) or run.offset % PAGE:
             return f"the entry of {run.name} contradicts itself"

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from appliance import disk, settings
+from appliance import repair as repairs
 from appliance.directories import Directories
-from appliance.errors import ApplianceError, StoreError
+from appliance.errors import ApplianceError
 from appliance.jobs import Event, ending_on_sigterm, worker_contract
 from appliance.library import Recipe, add_model, prepare_model
 from appliance.node import refuse_early
@@ -49,9 +50,10 @@ class Order:
 
 
 def provision(order: Order, *, env: Mapping[str, str], on_event: Callable[[Event], None]) -> Mapping[str, Any]:
-    """Make model and layout present. Returns `{digest, cached, seconds, note, versions}`.
+    """Make model and layout present and see that they are whole. Returns `{digest, cached, seconds, note, mended,
+    versions}`; `mended` is a sentence on damage that was found.
 
-    Raises what adding the model raises.
+    Raises what adding the model raises, ModelError for a damaged model that cannot be made again.
     """
     began = time.monotonic()
     wanted = settings.from_tree(order.settings, origin="order")
@@ -65,42 +67,30 @@ def provision(order: Order, *, env: Mapping[str, str], on_event: Callable[[Event
         for folder in places.cache.iterdir():
             disk.delete(folder)
     if order.digest is not None:
-        digest = store.read(order.digest).digest
+        digest = order.digest
     elif order.model in store.names() or order.model != DEFAULT_MODEL:
-        digest = store.get(order.model).digest
+        digest = store.pointed(order.model)
     else:
         added = add_model(order.model, name=order.model, recipe=Recipe(), store=store, directories=places,
                           worker_python=lambda: order.worker_python, on_event=on_event, env=env, now=time.time(),
                           worker_env=wanted.worker.env)
         digest, cached = added.digest, added.cached
+    mended = repairs.ensure_whole(
+        store, digest, order.model, kernel=wanted.kernel, state=places.state, every_byte=order.repair == "weights",
+        tools=repairs.Tools(worker_python=lambda: order.worker_python, on_event=on_event, env=env,
+                            worker_env=wanted.worker.env, now=time.time()))
     note = ""
-    if order.repair == "weights":
-        on_event({"event": "phase", "phase": "verifying", "note": ""})
-        note = check_weights(store, digest, order.model)
     try:
         prepare_model(digest, kernel=wanted.kernel, store=store, worker_python=lambda: order.worker_python,
-                      on_event=on_event, env=env, worker_env=wanted.worker.env)
+                      on_event=on_event, env=env, worker_env=wanted.worker.env, verified=True)
     except ApplianceError as error:
-        note += f"the weights cannot be laid out ({error.line}); the worker packs them in memory"
+        note = f"the weights cannot be laid out ({error.line}); the worker packs them in memory; "
     if order.digest is None and not order.repair:  # a start after a fault is not held up
         note += first.measure(parsed, places, order.worker_python, env=env, model_name=order.model, digest=digest,
                               on_event=on_event)
     return {"digest": digest, "cached": cached, "seconds": time.monotonic() - began, "note": note.rstrip("; "),
+            "mended": mended,
             "versions": worker_contract(order.worker_python, env=env)["versions"]}
-
-
-def check_weights(store: Store, digest: str, name: str) -> str:
-    """Read every byte of a model; damaged prepared weights are thrown away, to be made again. Returns what was done.
-
-    Raises StoreError when the model itself is damaged.
-    """
-    if findings := store.verify(digest):
-        raise StoreError(f"the stored model {name!r} is damaged", why=findings[0], do="add it again")
-    folder = store.prepared(digest)
-    if folder is None or (finding := store.prepared_finding(digest, contents=True)) is None:
-        return ""
-    disk.delete(folder)
-    return f"its prepared weights were damaged ({finding}) and are made again; "
 
 
 def main() -> int:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import ipaddress
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from appliance import readers
 from appliance.errors import ConfigError
+from appliance.parsers import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 from appliance.quantize.format import KERNELS, NATIVE_VARIANTS
 
 DEFAULT_MODEL = "smollm2"
@@ -63,12 +64,23 @@ class Tune:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Hub:
+    """Where models are fetched from. `limit_rate`: bytes a second at most; `offline`: never try."""
+
+    endpoint: str | None = None
+    token_file: str | None = None
+    limit_rate: int | None = None
+    offline: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     model: str = DEFAULT_MODEL
     listen: Listen = Listen()
     tls: Tls = Tls()
     api_key_file: str | None = None
     store: str | None = None
+    bundle_keys: str | None = None
     memory: Memory = Memory()
     cpu: Cpu = Cpu()
     context: int | None = None
@@ -84,7 +96,11 @@ class Settings:
     request_s: float = 3600.0
     max_body: int = 16 * 1024**2
     allow_prompt_logprobs: bool = False
+    tools: str = AUTO
+    reasoning: str = AUTO
+    """vLLM's parsers of tool calls and of thinking: by the chat template, `none`, or a name."""
     tune: Tune = Tune()
+    hub: Hub = Hub()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,16 +175,6 @@ def env_name(key: str) -> str:
     return "APPLIANCE_" + key.replace(".", "_").upper()
 
 
-def parse_size(text: str | int) -> int:
-    """`6G`, `512M`, `1.5GiB`, `1048576` -> bytes; G and GiB are both 1024^3. Raises ValueError."""
-    if isinstance(text, int) and not isinstance(text, bool):
-        return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(text), re.IGNORECASE)
-    if not match:
-        raise ValueError(f"{text!r} is not a size such as 512M or 6G")
-    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
-
-
 def is_loopback(host: str) -> bool:
     """Whether this address or name is reached from this machine only."""
     if host.lower().rstrip(".") == "localhost":
@@ -225,161 +231,41 @@ def _build(values: Mapping[str, Any], warnings: tuple[str, ...], sources: Mappin
     return Parsed(settings=settings, warnings=warnings, sources=sources)
 
 
-Reader = Callable[[str, Any, str], Any]
-
-
-def _wrong(key: str, value: Any, origin: str, want: str) -> ConfigError:
-    return ConfigError(f"{origin}: {key} has a wrong value", why=f"{value!r} is not {want}", do=f"set {key} to {want}")
-
-
-def _whole(low: int, high: int) -> Reader:
-    def read(key: str, value: Any, origin: str) -> int:
-        text = str(value).strip()
-        if isinstance(value, bool) or not re.fullmatch(r"-?[0-9]{1,20}", text) or not low <= int(text) <= high:
-            raise _wrong(key, value, origin, f"a whole number from {low} to {high}")
-        return int(text)
-
-    return read
-
-
-def _seconds(key: str, value: Any, origin: str) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = -1
-    if isinstance(value, bool) or not 0 <= number < 1e6:
-        raise _wrong(key, value, origin, "a number of seconds of at least 0")
-    return number
-
-
-def _positive_seconds(key: str, value: Any, origin: str) -> float:
-    number = _seconds(key, value, origin)
-    if number < 0.1:
-        raise _wrong(key, value, origin, "a number of seconds of at least 0.1")
-    return number
-
-
-def _text(key: str, value: Any, origin: str) -> str:
-    if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        raise _wrong(key, value, origin, "a text on one line")
-    return value.strip()
-
-
-def _host(key: str, value: Any, origin: str) -> str:
-    text = _text(key, value, origin)
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        name = re.fullmatch(r"(?!-)[A-Za-z0-9-]{1,63}(\.(?!-)[A-Za-z0-9-]{1,63})*", text)
-        if not name or text.replace(".", "").isdigit():
-            raise _wrong(key, value, origin, "an IP address or a host name") from None
-    return text
-
-
-def _size(key: str, value: Any, origin: str) -> int:
-    try:
-        number = parse_size(value)
-    except (ValueError, OverflowError):
-        number = -1
-    if isinstance(value, bool) or not 0 < number < 1 << 62:
-        raise _wrong(key, value, origin, "a size such as 512M or 6G")
-    return number
-
-
-def _cpus(key: str, value: Any, origin: str) -> tuple[int, ...]:
-    want = "a list of CPU numbers such as 0-3,8"
-    parts = [str(v) for v in value] if isinstance(value, list) else str(value).split(",")
-    found: set[int] = set()
-    for part in parts:
-        match = re.fullmatch(r"\s*([0-9]{1,5})(?:-([0-9]{1,5}))?\s*", part)
-        if not match or int(match[2] or match[1]) < int(match[1]):
-            raise _wrong(key, value, origin, want)
-        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return tuple(sorted(found))
-
-
-def _choice(*names: str) -> Reader:
-    def read(key: str, value: Any, origin: str) -> str:
-        if value not in names:
-            raise _wrong(key, value, origin, " or ".join(names))
-        return str(value)
-
-    return read
-
-
-def _switch(key: str, value: Any, origin: str) -> bool:
-    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-    if str(value).lower() not in words:
-        raise _wrong(key, value, origin, "true or false")
-    return words[str(value).lower()]
-
-
-def _percent(key: str, value: Any, origin: str) -> float:
-    number = _seconds(key, value, origin)
-    if number > 100:
-        raise _wrong(key, value, origin, "a percentage from 0 to 100")
-    return number
-
-
-def _passable(text: str) -> bool:
-    """Whether a program can be given this text: no NUL, and nothing that has no bytes (a lone surrogate)."""
-    try:
-        return "\0" not in text and bool(text.encode() or True)
-    except UnicodeEncodeError:
-        return False
-
-
-def _environment(key: str, value: Any, origin: str) -> dict[str, str]:
-    if not isinstance(value, Mapping) or not all(
-        isinstance(k, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", k)
-        and isinstance(v, (str, int, float)) and _passable(str(v))
-        for k, v in value.items()
-    ):
-        raise _wrong(key, value, origin, "a mapping of variable names to values")
-    return {k: str(v) for k, v in value.items()}
-
-
-def _words(key: str, value: Any, origin: str) -> tuple[str, ...]:
-    if isinstance(value, str):
-        import shlex
-
-        try:
-            return tuple(shlex.split(value))
-        except ValueError:
-            raise _wrong(key, value, origin, "a list of arguments") from None
-    if not isinstance(value, list) or not all(isinstance(v, (str, int, float)) and _passable(str(v)) for v in value):
-        raise _wrong(key, value, origin, "a list of arguments")
-    return tuple(str(v) for v in value)
-
-
-KEYS: Mapping[str, Reader] = {
-    "model": _text,
-    "listen.host": _host,
-    "listen.port": _whole(1, 65535),
-    "tls.cert": _text,
-    "tls.key": _text,
-    "api_key_file": _text,
-    "store": _text,
-    "memory.ceiling": _size,
-    "memory.reserve": _size,
-    "cpu.threads": _whole(1, 1024),
-    "cpu.cpus": _cpus,
-    "context": _whole(16, 100_000_000),
-    "max_running": _whole(1, 4096),
-    "max_queued": _whole(0, 1_000_000),
-    "kernel": _choice(*KERNELS, *NATIVE_VARIANTS),
-    "dtype": _choice("bfloat16", "float16", "float32", "auto"),
-    "compile": _switch,
-    "worker.python": _text,
-    "worker.env": _environment,
-    "worker.extra_args": _words,
-    "trial_s": _seconds,
-    "drain_s": _seconds,
-    "probe_s": _positive_seconds,
-    "request_s": _positive_seconds,
-    "max_body": _size,
-    "allow_prompt_logprobs": _switch,
-    "tune.upgrade_loss_pct": _percent,
-    "tune.upgrade_rollback": _switch,
+KEYS: Mapping[str, readers.Reader] = {
+    "model": readers.line,
+    "listen.host": readers.host,
+    "listen.port": readers.whole(1, 65535),
+    "tls.cert": readers.line,
+    "tls.key": readers.line,
+    "api_key_file": readers.line,
+    "store": readers.line,
+    "bundle_keys": readers.line,
+    "memory.ceiling": readers.size,
+    "memory.reserve": readers.size,
+    "cpu.threads": readers.whole(1, 1024),
+    "cpu.cpus": readers.cpus,
+    "context": readers.whole(16, 100_000_000),
+    "max_running": readers.whole(1, 4096),
+    "max_queued": readers.whole(0, 1_000_000),
+    "kernel": readers.choice(*KERNELS, *NATIVE_VARIANTS),
+    "dtype": readers.choice("bfloat16", "float16", "float32", "auto"),
+    "compile": readers.switch,
+    "worker.python": readers.line,
+    "worker.env": readers.environment,
+    "worker.extra_args": readers.words,
+    "trial_s": readers.seconds,
+    "drain_s": readers.seconds,
+    "probe_s": readers.positive_seconds,
+    "request_s": readers.positive_seconds,
+    "max_body": readers.size,
+    "allow_prompt_logprobs": readers.switch,
+    "tools": readers.choice(AUTO, NONE, *TOOL_PARSERS),
+    "reasoning": readers.choice(AUTO, NONE, *REASONING_PARSERS),
+    "tune.upgrade_loss_pct": readers.percent,
+    "tune.upgrade_rollback": readers.switch,
+    "hub.endpoint": readers.line,
+    "hub.token_file": readers.line,
+    "hub.limit_rate": readers.size,
+    "hub.offline": readers.switch,
 }
 """Every key of the configuration file, with the function that reads its value."""

@@ -4,22 +4,23 @@
     names/NAME        a small file that holds a DIGEST
     prepared/DIGEST-LAYOUT/   an object in the layout that kernels map: a cache, made again when it is missing
     tmp/              drafts and trash; anything here whose lock is free may be deleted
+    schema            a small file with the number of this order of things; absent in stores of the first releases
 
-Does: begin -> commit, get, names, verify, remove, prune, sweep. Does not: know what a model is, quantize, or decide
-which model is in use. Rules:
+Does: begin -> commit or adopt, get, names, verify, remove, prune, sweep. Does not: know what a model is, quantize, or
+decide which model is in use. Rules:
 
 - a draft becomes an object by one rename, after every file and folder was written through to the disk;
 - an object goes by one rename into tmp/ before anything in it is deleted;
 - each draft folder is locked (flock on the folder itself) for as long as its writer *or the writer's child* lives,
   so a killed writer's draft is free and a living one's is never swept;
 - names and renames change under one short lock on the root; reading takes no lock and works on a read-only disk;
-- every OSError leaves as a one-line StoreError.
+- a store that a newer release has written is refused, not guessed at;
+- every OSError leaves as a one-line StoreError; a damaged object is a ModelError: no later try helps.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
@@ -28,14 +29,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from appliance import disk, manifest, prepared
+from appliance import disk, laidout, manifest, prepared
 from appliance.budget import show
-from appliance.errors import ModelError, StoreError, TransientError, UsageError
+from appliance.draft import Draft, open_draft
+from appliance.errors import ConfigError, ModelError, StoreError, UsageError
 
 RESERVED_NAMES = ("default",)
 HEADROOM_BYTES = 64 << 20
 """Kept free on the store's disk beyond what a new model needs."""
-_AGAIN = "run `applianctl model add` again with its source"
+SCHEMA = 1
+"""Raise it when an older release could misread what is stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,27 +53,6 @@ class Stored:
     @property
     def bytes(self) -> int:
         return sum(int(entry["bytes"]) for entry in self.manifest["files"].values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Draft:
-    """A locked place to write one object: into `folder`, with `scratch` for the writer's temp files.
-
-    Pass `lock_fd` to a child that writes here: then the lock outlives a killed parent for as long as the child
-    still writes. A context manager: leaving it discards whatever was not committed.
-    """
-
-    digest: str
-    folder: Path
-    scratch: Path
-    lock_fd: int
-
-    def __enter__(self) -> Draft:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        disk.delete(self.folder.parent)
-        os.close(self.lock_fd)
 
 
 def name_refusal(name: str) -> str | None:
@@ -99,8 +81,11 @@ class Store:
         self._prepared = root / "prepared"
         self._tmp = root / "tmp"
 
-    def _reading(self) -> contextlib.AbstractContextManager[None]:
-        return disk.mapped("cannot read the store", self.root)
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        with disk.mapped("cannot read the store", self.root):
+            self._check_schema()
+            yield
 
     def names(self) -> dict[str, str]:
         """Name -> digest, sorted by name. A name whose object is gone is listed too: `get` says so."""
@@ -121,12 +106,12 @@ class Store:
             return not manifest.shape(self._objects / digest)
 
     def get(self, name: str) -> Stored:
-        """The object behind a name. Raises ModelError for an unknown name, StoreError when files lack or shrank."""
+        """The object behind a name. Raises ModelError for an unknown name, or when files lack or shrank."""
         digest = self.pointed(name)
         with self._reading():
             findings = manifest.shape(self._objects / digest)
         if findings:
-            raise StoreError(f"the stored model {name!r} is damaged", why=findings[0], do=_AGAIN)
+            raise damaged(name, findings[0])
         return self.read(digest)
 
     def pointed(self, name: str) -> str:
@@ -139,13 +124,13 @@ class Store:
         return known[name]
 
     def read(self, digest: str) -> Stored:
-        """The object with this digest. Raises StoreError when it is missing or its manifest cannot be read."""
+        """The object with this digest. Raises ModelError when it is missing or its manifest cannot be read."""
         path = self._objects / digest
         with self._reading():
             said, broken = manifest.read(path)
-        if broken:
-            raise StoreError(f"the stored model {digest[:12]} is damaged", why=broken, do=_AGAIN)
         names = tuple(name for name, pointed in self.names().items() if pointed == digest)
+        if broken:
+            raise damaged(names[0] if names else digest[:12], broken)
         return Stored(digest=digest, path=path, manifest=said, names=names)
 
     def verify(self, digest: str) -> list[str]:
@@ -161,7 +146,11 @@ class Store:
         """Why the prepared layout of an object cannot be used, or None; with `contents` every byte is read."""
         folder = self._prepared / prepared.folder_name(digest)
         with self._reading():
-            return _prepared_finding(folder, digest, contents=contents) if folder.is_dir() else "it is not there"
+            return laidout.finding(folder, digest, contents=contents) if folder.is_dir() else "it is not there"
+
+    def prepared_folder(self, digest: str) -> Path:
+        """Where the prepared layout of an object is, if there is one."""
+        return self._prepared / prepared.folder_name(digest)
 
     def begin(self, digest: str, *, need_bytes: int = 0, on_wait: Callable[[], None] | None = None) -> Draft:
         """Open a draft for an object of about `need_bytes`; what an interrupted writer left of it is removed.
@@ -172,25 +161,14 @@ class Store:
         """
         with disk.mapped("cannot write to the store", self.root):
             self._layout()
-            lock_fd = self._lock_draft(digest, on_wait)
-            home = self._tmp / digest
-            draft = Draft(digest=digest, folder=home / "object", scratch=home / "scratch", lock_fd=lock_fd)
-            try:
-                for leftover in home.iterdir():
-                    disk.delete(leftover)
-                self._check_room(need_bytes)
-                draft.folder.mkdir()
-                draft.scratch.mkdir()
-            except BaseException:
-                draft.__exit__()
-                raise
-            return draft
+            return open_draft(self._tmp, digest, check_room=lambda: self._check_room(need_bytes), on_wait=on_wait)
 
     def commit(
         self, draft: Draft, *, source: str, source_digest: str, recipe: Mapping[str, Any], report: Mapping[str, Any],
-        created: str, name: str | None = None,
+        created: str, name: str | None = None, replace: bool = False,
     ) -> Stored:
-        """Make the draft an object, and point `name` to it. An object of this digest that is whole is kept instead.
+        """Make the draft an object, and point `name` to it. An object of this digest that is whole by its sizes is kept
+        instead, unless `replace`: then the draft takes its place.
 
         `source` says where it came from, `created` is an ISO 8601 time. Raises StoreError, and then neither the
         object nor the name has changed.
@@ -200,23 +178,27 @@ class Store:
                                     recipe=recipe, report=report, created=created)
             if reason:
                 raise StoreError("the new model is not stored", why=reason, do="run `applianctl model add` again")
-            disk.seal(draft.folder)
-            with self._changing():
-                target = self._objects / draft.digest
-                if not self.has(draft.digest):
-                    if target.exists():  # damaged: the new one takes its place
-                        target.rename(self._trash(draft.digest))
-                    draft.folder.rename(target)
-                    disk.fsync(self._objects)
-                if name is not None:
-                    self._point(name, draft.digest)
+            self._put(draft, name, replace=replace)
+        return self.read(draft.digest)
+
+    def adopt(self, draft: Draft, *, name: str, replace: bool = False) -> Stored:
+        """As `commit`, for a draft that brings its own manifest: what another store has committed. Its contents were
+        checked by whoever wrote it."""
+        with disk.mapped("cannot write the model to the store", self.root):
+            said, broken = manifest.read(draft.folder)
+            findings = [broken] if broken else manifest.shape(draft.folder)
+            if not findings and said.get("digest") != draft.digest:
+                findings = [f"{manifest.MANIFEST}: it belongs to another model"]
+            if findings:
+                raise ModelError("the model is not stored", why=findings[0])
+            self._put(draft, name, replace=replace)
         return self.read(draft.digest)
 
     def commit_prepared(self, draft: Draft, digest: str) -> Path:
         """Make the draft (begun as `prepared.folder_name(digest)`) the prepared layout of an object; layouts of other
         releases go. Raises StoreError when it is not whole or the object has gone meanwhile."""
         with disk.mapped("cannot write the prepared weights to the store", self.root):
-            reason = _prepared_finding(draft.folder, digest, contents=False)
+            reason = laidout.finding(draft.folder, digest, contents=False)
             if reason:
                 raise StoreError("the prepared weights are not stored", why=reason, do="try again")
             disk.seal(draft.folder)
@@ -234,6 +216,15 @@ class Store:
         for folder in trash:
             disk.delete(folder)
         return target
+
+    def discard_prepared(self, digest: str) -> None:
+        """Throw the prepared layout of an object away, to be made again."""
+        with disk.mapped("cannot clean the store", self.root), self._changing():
+            folder = self.prepared_folder(digest)
+            if folder.is_dir():
+                trash = self._trash(folder.name)
+                folder.rename(trash)
+                disk.delete(trash)
 
     def point(self, name: str, digest: str) -> None:
         """Make `name` stand for an object that is there, atomically. Raises UsageError for a bad name."""
@@ -299,8 +290,38 @@ class Store:
         return swept
 
     def _layout(self) -> None:
+        self._check_schema()
         for folder in (self.root, self._objects, self._names, self._tmp):
             folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        if not (self.root / "schema").exists():
+            disk.replace(self.root / "schema", f"{SCHEMA}\n", draft=self._tmp / f"schema-{os.getpid()}")
+
+    def _check_schema(self) -> None:
+        """Raises ConfigError for a store of a newer release: what is in it may mean something else."""
+        file = self.root / "schema"
+        try:
+            found = int(file.read_text(encoding="ascii"))
+        except (FileNotFoundError, NotADirectoryError):
+            return  # written by one of the first releases, or not at all
+        except ValueError:
+            raise StoreError(f"the store {self.root} cannot be used", why="its file `schema` holds no number",
+                             do=f"remove {file}: it is written again") from None
+        if found > SCHEMA:
+            raise ConfigError(f"the store {self.root} was written by a newer release",
+                              why=f"its schema is {found}, this release knows {SCHEMA}",
+                              do="install that release again, or set `store` to another folder")
+
+    def _put(self, draft: Draft, name: str | None, *, replace: bool) -> None:
+        disk.seal(draft.folder)
+        with self._changing():
+            target = self._objects / draft.digest
+            if not target.exists():
+                draft.folder.rename(target)
+            elif replace or not self.has(draft.digest):
+                disk.exchange(draft.folder, target)  # the damaged one goes with the draft
+            disk.fsync(self._objects)
+            if name is not None:
+                self._point(name, draft.digest)
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
@@ -308,34 +329,10 @@ class Store:
         with disk.locked(self.root):
             yield
 
-    def _lock_draft(self, digest: str, on_wait: Callable[[], None] | None) -> int:
-        home = self._tmp / digest
-        while True:
-            home.mkdir(mode=0o755, exist_ok=True)
-            try:
-                descriptor = os.open(home, os.O_RDONLY | os.O_DIRECTORY)
-            except FileNotFoundError:  # swept in between
-                continue
-            try:
-                if not disk.try_lock(descriptor):
-                    if on_wait is None:
-                        raise TransientError("another process is adding this model now", do="try again when it is done")
-                    on_wait()
-                    fcntl.flock(descriptor, fcntl.LOCK_EX)
-                # The lock is on the inode: it counts only if the path still leads there.
-                if os.path.samestat(os.fstat(descriptor), home.stat()):
-                    return descriptor
-            except FileNotFoundError:
-                pass
-            except BaseException:
-                os.close(descriptor)
-                raise
-            os.close(descriptor)
-
     def _point(self, name: str, digest: str) -> None:
         check_name(name)
         if not self.has(digest):
-            raise StoreError(f"cannot set the name {name!r}", why=f"no object {digest[:12]} in the store", do=_AGAIN)
+            raise StoreError(f"cannot set the name {name!r}", why=f"no object {digest[:12]} in the store", do="add it")
         disk.replace(self._names / name, digest + "\n", draft=self._tmp / f"name-{os.getpid()}")
 
     def _trash(self, digest: str) -> Path:
@@ -352,18 +349,7 @@ class Store:
                              f"{show(free)} are free", do="free some space, or set `store` to another disk")
 
 
-def _prepared_finding(folder: Path, digest: str, *, contents: bool) -> str | None:
-    try:
-        text = (folder / prepared.INDEX).read_text("utf-8")
-        size = (folder / prepared.WEIGHTS).lstat().st_size
-    except PermissionError:
-        raise  # not damage: somebody else may read it
-    except (OSError, UnicodeDecodeError) as error:
-        return f"{folder.name}: {getattr(error, 'strerror', None) or 'not readable as text'}"
-    index, broken = prepared.read_index(text)
-    if index is None:
-        return f"{prepared.INDEX}: {broken}"
-    reason = prepared.index_refusal(index, source=digest, weights_bytes=size)
-    if reason is None and contents and disk.sha256(folder / prepared.WEIGHTS) != index.sha256:
-        reason = f"{prepared.WEIGHTS}: contents changed"
-    return reason
+def damaged(name: str, finding: str, *, do: str = "") -> ModelError:
+    """What is said of a stored model with a finding."""
+    return ModelError(f"the stored model {name!r} is damaged", why=finding,
+                      do=do or f"run `applianctl model repair {name}`")

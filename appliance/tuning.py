@@ -1,6 +1,7 @@
 """PURE: what follows for a plan from the measurements of this node, each with its reason and its figures.
 
-Does: prefer an instruction set, a batch, a block size, a threshold of torch's int4 kernel. Does not: measure, or plan;
+Does: prefer an instruction set, a batch, a block size, compiling or not, a type of torch's GEMM and the rows from which
+an AMX host takes it, a threshold of torch's int4 kernel. Does not: measure, or plan;
 threads are chosen in `appliance.threads`. Rules: only fresh and undisturbed figures decide; a default is left only for
 something that is clearly faster (`measured.SAME`); nothing here can lift a safety rule but a whole canary that passed.
 """
@@ -13,7 +14,19 @@ from typing import Any
 
 from appliance import measured
 from appliance.facts import KernelTrial
-from appliance.measured import INT4, OWN, PREFILL_TOK_S, SAME, SERVED, STREAMS_TOK_S, TOK_S, WEIGHTS, Record, Trial
+from appliance.measured import (
+    GEMMS,
+    INT4,
+    OWN,
+    PREFILL_TOK_S,
+    SAME,
+    SERVED,
+    STREAMS_TOK_S,
+    TOK_S,
+    WEIGHTS,
+    Record,
+    Trial,
+)
 from appliance.quantize.format import NATIVE_VARIANTS
 
 SERVED_SETTINGS = ("threads", "cpus", "batch_tokens", "block", "compile", "variant", "kernel")
@@ -92,7 +105,8 @@ def served(record: Record | None, model: str, name: str, default: Any) -> Prefer
     own = next((trial for trial in usable if trial.settings[name] == default), None)
     if own is not None and score(own) >= score(fastest) * (1 - SAME):
         fastest = own
-    said = ", ".join(f"{trial.settings[name]}: {_figures(trial)}" for trial in tried)
+    words = {True: "on", False: "off"}
+    said = ", ".join(f"{words.get(trial.settings[name], trial.settings[name])}: {_figures(trial)}" for trial in tried)
     reason = "nothing measured is clearly faster" if fastest is own else "fastest whole worker measured"
     return Preference(value=fastest.settings[name], evidence=f"measured: {said}", reason=reason)
 
@@ -125,6 +139,55 @@ def threshold(record: Record | None, model: str) -> Preference | None:
     return Preference(value=highest + 1, reason="the canary passed on this host, and fewer rows are faster so",
                       evidence=f"measured: {highest} rows {int4.median(name):.1f} tok/s, dequantized "
                                f"{own.median(name):.1f} tok/s")
+
+
+def gemm(record: Record | None, model: str, default: str) -> Preference | None:
+    """The type of torch's GEMM with which a prompt is fastest; `default` where nothing is clearly faster; None where
+    the types were not compared."""
+    tried = _routes(record, model, GEMMS)
+    usable = [trial for trial in tried if trial.median(PREFILL_TOK_S) > 0]
+    if len(usable) < 2:
+        return None
+    fastest = max(usable, key=lambda trial: trial.median(PREFILL_TOK_S))
+    own = next((trial for trial in usable if trial.settings["route"] == default), fastest)
+    if own.median(PREFILL_TOK_S) >= fastest.median(PREFILL_TOK_S) * (1 - SAME):
+        fastest = own
+    return Preference(value=fastest.settings["route"], reason="the faster of those measured on a prompt",
+                      evidence=measured.cite(tried, PREFILL_TOK_S, "prompt tok/s", "route"))
+
+
+def library_rows(record: Record | None, model: str, gemm: str) -> Preference | None:
+    """Rows from which torch's GEMM is clearly faster than the native kernel, for that many rows and all more; 0 where
+    it never is; None where they were not compared."""
+    library = next(iter(_routes(record, model, (gemm,), kernel="native")), None)
+    own = next((trial for trial in _routes(record, model, (OWN,), kernel="native") if library is not None and
+                {**trial.settings, "route": gemm} == dict(library.settings)), None)
+    if own is None or library is None:
+        return None
+    common = sorted(measured.rows_of(name) for name in library.figures if own.median(name) and library.median(name))
+    common = [rows for rows in common if rows > 1]
+    if not common:
+        return None
+    least = 0
+    for rows in reversed(common):
+        name = measured.rows_figure(rows)
+        if library.median(name) < own.median(name) * (1 + SAME):
+            break
+        least = rows
+    name = measured.rows_figure(least or common[-1])
+    return Preference(value=least, reason="torch's GEMM is faster from so many rows on" if least else
+                      "torch's GEMM was measured to be no faster",
+                      evidence=f"measured: {least or common[-1]} rows {library.median(name):.1f} tok/s, "
+                               f"the native kernel {own.median(name):.1f} tok/s")
+
+
+def _routes(record: Record | None, model: str, routes: Sequence[str], *, kernel: str = "") -> tuple[Trial, ...]:
+    """Fresh trials of the model's linears by these routes, in the kernel's own instruction set."""
+    if record is None or record.stale:
+        return ()
+    return tuple(trial for trial in record.of(WEIGHTS, model) if trial.settings.get("route") in routes
+                 and not trial.failure and not trial.settings.get("variant")
+                 and kernel in ("", trial.settings.get("kernel")))
 
 
 def read_bandwidth(record: Record | None) -> Preference | None:

@@ -28,7 +28,10 @@ SECTIONS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
         ("chat", "appliance.cli.chat:chat", "Ask the running model."),
     )),
     ("Models", (
-        ("model", "appliance.cli.model:model", "Add, list, show, verify, use and remove models."),
+        ("model", "appliance.cli.model:model", "Add, list, show, verify, repair, use and remove models."),
+        ("store", "appliance.cli.store:store", "What the store holds and why; clean it."),
+        ("bundle", "appliance.cli.airgap:bundle", "A model as one file, for nodes without a network."),
+        ("eval", "appliance.cli.eval:evaluate", "Perplexity of a model, alone and against its source."),
     )),
     ("This machine", (
         ("doctor", "appliance.cli.doctor:doctor", "What is wrong here, why, and what to do."),

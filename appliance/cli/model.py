@@ -1,22 +1,24 @@
-"""`applianctl model`: add, list, show, verify, use and remove the models of the store."""
+"""`applianctl model`: add, list, show, verify, repair, use and remove the models of the store."""
 
 from __future__ import annotations
 
 import json
-import os
+import re
 import time
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import click
 
-from appliance import library, record, status
+from appliance import library, parsers, record, status
+from appliance import manifest as manifests
 from appliance.budget import show as show_size
+from appliance.cli.add import add, count, group_text, hub_delivery, lay_out
 from appliance.cli.application import Application
-from appliance.errors import ApplianceError, ModelError, NotReachable, StoreError, UsageError
+from appliance.errors import ModelError, NotReachable, StoreError, UsageError
 from appliance.facts import ModelFacts
-from appliance.jobs import Event
+from appliance.hub.reference import is_hub
 from appliance.quantize.format import parse_config
 from appliance.store import Store, Stored
 
@@ -25,54 +27,13 @@ _application = click.make_pass_decorator(Application)
 
 @click.group()
 def model() -> None:
-    """Add, list, show, verify, use and remove models.
+    """Add, list, show, verify, repair, use and remove models.
 
     A model is quantized once and stored under a name; adding it again costs nothing.
     """
 
 
-@model.command()
-@click.argument("source")
-@click.option("--name", help="Name in the store (default: made from SOURCE).")
-@click.option("--group-size", type=click.Choice(["32", "64", "128", "256"]),
-              help="Weights per scale (default: by the model's size).")
-@click.option("--table-bits", type=click.Choice(["4", "8", "16"]),
-              help="Bits of the embedding table and head (default: by the model's size).")
-@click.option("--ignore", multiple=True, metavar="MODULE", help="Keep this layer in bf16; may be repeated.")
-@_application
-def add(
-    app: Application, source: str, name: str | None, group_size: str | None, table_bits: str | None,
-    ignore: tuple[str, ...],
-) -> None:
-    """Quantize SOURCE to 4 bits and store it.
-
-    SOURCE is `smollm2` (the embedded default), a GGUF file or a Hugging Face folder with safetensors files.
-    """
-    from appliance.cli.progress import Progress
-
-    group = int(group_size) if group_size else None
-    recipe = library.Recipe(group_size=group, table_bits=int(table_bits) if table_bits else None, ignore=ignore)
-    store = Store(app.directories.store)
-    there = Path(source).exists()
-    app.become_owner()
-    if there and not os.access(source, os.R_OK):
-        raise ModelError(f"{source} cannot be read", why=f"models are added as the store's owner, user {os.geteuid()}",
-                         do="let that user read it, or put it below /var/tmp")
-    with Progress() as progress:
-        added = library.add_model(
-            source, name=name, recipe=recipe, store=store, directories=app.directories, worker_python=app.worker_python,
-            on_event=progress, env=app.env, now=time.time(), worker_env=app.settings.worker.env,
-        )
-        reason = _prepare(app, store, added.digest, progress)
-    if reason:
-        click.echo(f"applianctl: warning: the weights are not laid out yet ({reason}); `serve` tries again", err=True)
-    if added.cached:
-        click.echo(f"{added.name}: in the store already, nothing to do ({added.seconds:.1f} s)")
-        return
-    stored = store.read(added.digest)
-    report = stored.manifest["report"]
-    click.echo(f"{added.name}: stored, {show_size(stored.bytes)}, {_bits(report)} bits per weight, "
-               f"group {_group(report)}, {added.seconds:.1f} s")
+model.add_command(add)
 
 
 @model.command("list")
@@ -90,10 +51,10 @@ def list_(app: Application, as_json: bool) -> None:
         click.echo(f"No model in {store.root}. Add one with `applianctl model add smollm2`.")
         return
     click.echo(_table(
-        ("", "NAME", "SIZE", "WEIGHTS", "BITS", "GROUP", "ADDED", "DIGEST"),
+        ("", "NAME", "SIZE", "WEIGHTS", "BITS", "GROUP", "ADDED", "DIGEST", "SOURCE"),
         [("*" if r["in_use"] else "", r["name"], None if r["bytes"] is None else show_size(r["bytes"]),
-          _count(r["parameters"]), r["bits_per_weight"], r["group_size"], (r["created"] or "?")[:10],
-          r["digest"][:12]) for r in rows]))
+          count(r["parameters"]), r["bits_per_weight"], r["group_size"], (r["created"] or "?")[:10],
+          r["digest"][:12], _short_source(r["source"])) for r in rows]))
     for row in rows:
         if row["damaged"]:
             click.echo(f"{row['name']}: damaged: {row['damaged']}", err=True)
@@ -120,17 +81,21 @@ def show(app: Application, name: str | None, as_json: bool) -> None:
     stored_bytes = facts.linear_bytes + facts.table_bytes + facts.kept_bytes
     lines = [
         ("name", ", ".join(stored.names)),
-        ("source", manifest["source"]),
+        ("source", manifest["source"] + _from(manifest["report"])),
         ("architecture", facts.architecture),
-        ("weights", f"{_count(facts.parameters)}, {facts.bits_per_weight:.2f} bits each, {show_size(stored_bytes)}"),
-        ("  linears", f"{show_size(facts.linear_bytes)}, group {_group(manifest['report'])}"),
+        ("weights", f"{count(facts.parameters)}, {facts.bits_per_weight:.2f} bits each, {show_size(stored_bytes)}"),
+        ("  linears", f"{show_size(facts.linear_bytes)}, group {group_text(manifest['report'])}, "
+                      f"{_grid(manifest['report'])}"),
         ("  tables", f"{show_size(facts.table_bytes)}, {_table_kind(facts)}"
                      f"{', tied' if facts.tied else ''}"),
         ("  kept", show_size(facts.kept_bytes)),
         ("layers", f"{facts.layers}{window}"),
         ("heads", f"{facts.heads}, {facts.kv_heads} for keys and values, {facts.head_dim} wide"),
         ("context", f"at most {facts.max_context} tokens"),
-        ("chat template", "yes" if facts.chat else "no"),
+        ("chat template", _template(facts)),
+        ("tool calls", _parser(parsers.choose_tools(facts.architecture, facts.template_marks, app.settings.tools))),
+        ("reasoning", _parser(parsers.choose_reasoning(facts.architecture, facts.template_marks,
+                                                       app.settings.reasoning))),
         ("loss", str(manifest["report"].get("loss", "?"))),
         ("folder", str(stored.path)),
     ]
@@ -160,8 +125,38 @@ def verify(app: Application, name: str | None) -> None:
         else:
             click.echo(f"{called}: whole ({show_size(store.get(called).bytes)})")
     if damaged:
-        again = f"run `applianctl model remove {damaged[0]} --force`, then add it again; check the disk"
-        raise StoreError(f"damaged: {', '.join(damaged)}", do=again)
+        raise ModelError(f"damaged: {', '.join(damaged)}",
+                         do=f"run `applianctl model repair {damaged[0]}`; check the disk")
+
+
+@model.command()
+@click.argument("name")
+@click.option("--source", help="Where it was made from (default: the recorded source).")
+@_application
+def repair(app: Application, name: str, source: str | None) -> None:
+    """Make a damaged model again from its source; one that is whole stays as it is."""
+    from appliance import repair as repairs
+    from appliance.cli.progress import Progress
+
+    called = _called(app, name)
+    store = Store(app.directories.store)
+    digest = store.pointed(called)
+    with Progress() as progress:
+        origin = source or str(manifests.read(store.root / "objects" / digest)[0].get("source"))
+        delivery = hub_delivery(app, store, progress) if is_hub(origin) and store.verify(digest) else None
+        app.become_owner()
+        tools = repairs.Tools(worker_python=app.worker_python, on_event=progress, env=app.env,
+                              worker_env=app.settings.worker.env, now=time.time())
+        with delivery.files(origin) if delivery else nullcontext(source) as place:
+            mended = repairs.repair_model(store, digest, called, source=place and str(place), tools=tools)
+        layout = store.prepared_finding(digest, contents=True)
+        if layout and store.prepared_folder(digest).is_dir():
+            mended = f"{mended}; its prepared weights were damaged ({layout})" if mended else f"damaged: {layout}"
+            store.discard_prepared(digest)
+        reason = lay_out(app, store, digest, progress)
+    if reason:
+        click.echo(f"applianctl: warning: the weights are not laid out yet ({reason}); `serve` tries again", err=True)
+    click.echo(f"{called}: {mended or 'whole, nothing to do'}")
 
 
 @model.command()
@@ -204,16 +199,6 @@ def use(app: Application, name: str) -> None:
     apply.put(app, change)
 
 
-def _prepare(app: Application, store: Store, digest: str, on_event: Callable[[Event], None]) -> str | None:
-    """Lay the weights out for the kernels; what went wrong, or None. The model itself is stored in either case."""
-    try:
-        library.prepare_model(digest, kernel=app.settings.kernel, store=store, worker_python=app.worker_python,
-                              on_event=on_event, env=app.env, worker_env=app.settings.worker.env)
-    except ApplianceError as error:
-        return error.line
-    return None
-
-
 def _find(app: Application, name: str | None) -> tuple[Stored, str]:
     called = _called(app, name)
     return Store(app.directories.store).get(called), called
@@ -247,6 +232,18 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join("  ".join(row).rstrip() for row in aligned)
 
 
+def _short_source(source: str | None) -> str:
+    """A source on a line: commits by their first digits, long paths by their end."""
+    text = re.sub(r"@([0-9a-f]{12})[0-9a-f]{28}\b", r"@\1", source or "?")
+    return text if len(text) <= 60 else f"...{text[-57:]}"
+
+
+def _from(report: Mapping[str, Any]) -> str:
+    """Where a model of the Hub was fetched from, and by which name it was asked for."""
+    origin = report.get("origin") or {}
+    return f" (asked for as {origin.get('asked')}, from {origin['endpoint']})" if origin.get("endpoint") else ""
+
+
 def _by_reason(kept: Iterable[Any]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for layer in kept:
@@ -254,21 +251,25 @@ def _by_reason(kept: Iterable[Any]) -> dict[str, list[str]]:
     return found
 
 
+def _template(facts: ModelFacts) -> str:
+    if not facts.chat:
+        return "no" + (f": it cannot be used ({facts.template_fault})" if facts.template_fault else "")
+    return "yes" + (f", for messages of {', '.join(facts.roles)}" if facts.roles else "")
+
+
+def _parser(found: parsers.Found) -> str:
+    return f"{found.parser}: {found.reason}"
+
+
+def _grid(report: Mapping[str, Any]) -> str:
+    """How the codes were chosen: by how many layers of each route; what earlier releases made has no grid."""
+    if "grid" not in report:
+        return "grid minmax"
+    routes = [layer["route"] for layer in report["layers"] if layer["bits"] == 4]
+    told = ", ".join(f"{routes.count(route)} {route}" for route in sorted(set(routes)))
+    return f"grid {report['grid']}" + (f" ({told})" if len(set(routes)) > 1 or report["grid"][:6] not in told else "")
+
+
 def _table_kind(facts: ModelFacts) -> str:
     bits = parse_config(facts.quantization).stored_table_bits
     return "bf16" if bits == 16 else f"{bits}-bit"
-
-
-def _bits(report: dict[str, Any]) -> str:
-    return str(report.get("bits_per_weight", "?"))
-
-
-def _group(report: dict[str, Any]) -> str:
-    other = len(report.get("group_size_overrides") or {})
-    return f"{report.get('group_size', '?')}" + (f" ({other} layers smaller)" if other else "")
-
-
-def _count(number: int | None) -> str:
-    if number is None:
-        return "?"
-    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"

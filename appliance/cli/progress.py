@@ -18,14 +18,22 @@ from appliance.jobs import Event
 STEP = 0.05
 STEP_S = 2.0
 PHASES = {
+    "asking": "asking the Hub",
+    "outlining": "reading the headers",
+    "fetching": "fetching",
+    "retrying": "waiting for the Hub",
     "checking": "checking the source",
+    "verifying": "reading every byte of the stored model",
     "waiting": "waiting: another process adds the same model",
     "preparing": "laying the weights out for the kernels",
     "reading": "reading the source",
     "measuring": "measuring this host",
     "quantizing": "quantizing",
+    "calibrating": "calibrating",
     "writing": "writing the last files",
     "storing": "checking and storing",
+    "evaluating": "evaluating",
+    "comparing": "comparing",
 }
 
 

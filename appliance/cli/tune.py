@@ -38,6 +38,7 @@ def tune(ctx: click.Context, quick: bool, full: bool, model: str | None, budget:
         return
     if quick and full:
         raise click.UsageError("Give --quick or --full, not both.")
+    from appliance import jobs
     from appliance.tune import archive, session
     from appliance.tune.child import Bench
     from appliance.tune.subject import read_subject
@@ -55,7 +56,8 @@ def tune(ctx: click.Context, quick: bool, full: bool, model: str | None, budget:
             budget_s=budget or (session.FULL_S if full else session.QUICK_S),
             record=archive.current(state, subject.host))
         try:
-            record = run.run()
+            with jobs.ending_on_sigterm():  # a whole worker would be left over
+                record = run.run()
         except KeyboardInterrupt:
             click.echo(f"\ninterrupted; {_kept(run.record)} are kept, the next `applianctl tune` goes on from here",
                        err=True)
@@ -64,17 +66,20 @@ def tune(ctx: click.Context, quick: bool, full: bool, model: str | None, budget:
     places = _places(app, subject)
     before, after = subject.plan(None, places), subject.plan(record, places)
     gain = gains(record, subject.model)
+    lost = archive.lost(state, record, loss_pct=parsed.settings.tune.upgrade_loss_pct)
     if as_json:
         click.echo(json.dumps({"seconds": round(seconds, 1), "record": to_json(record), "left_out": run.left_out,
-                               "gain": gain, "plan": to_json(after.choices)}, indent=2))
+                               "lost": lost, "gain": gain, "plan": to_json(after.choices)}, indent=2))
     else:
         from appliance.tune import charts
 
         for line in (*charts.lines(record, subject.model), *_workers(record, subject.model), *_gain_lines(gain),
-                     *_difference(before.choices, after.choices)):
+                     *([lost] if lost else []), *_difference(before.choices, after.choices)):
             click.echo(line)
         click.echo(f"measured in {seconds:.0f} s; " + ("" if apply_now else "it counts at the next start"))
     if apply_now:
+        if after.refused is not None:
+            raise after.refused.error()
         _restart(app)
 
 
@@ -216,7 +221,10 @@ def _kept(record: Record) -> str:
 
 def _restart(app: Application) -> None:
     """Ask the running agent for a worker with the new plan; it drains first, as always."""
-    from appliance import client
+    from appliance import client, status
 
+    if status.current(app.service.runtime) is None:
+        click.echo("the service is not running: this counts at its next start")
+        return
     client.command(app.agent_socket, "restart")
     click.echo("the service restarts with the new plan")

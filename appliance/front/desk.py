@@ -241,6 +241,10 @@ class Desk:
     def _checked(self, route: Route, data: bytes) -> int:
         """The seats that this request takes. Raises Refusal for what it may not ask."""
         most = self._seats()
+        if why := parameters.chat_refusal(route.path, self._board.status):
+            raise Refusal(400, "no_chat_template", why)
+        if why := parameters.tools_refusal(data, route.path, self._board.status):
+            raise Refusal(400, "no_tool_parser", why)
         wanted = parameters.sequences(data, most=most)
         refusal = parameters.sequences_refusal(wanted, most=most)
         if refusal is None and not self.settings.allow_prompt_logprobs:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from typing import Any
 
 NAMES = (b'"prompt_logprobs"', b'"echo"')
 ESCAPED_LETTER = re.compile(rb"\\u00[5-7]")
@@ -21,6 +23,8 @@ SEVERAL = re.compile(rb'"prompt"\s*:\s*\[|"n"\s*:\s*\d{1,}')
 """A list of prompts, or more than one choice."""
 PARSED_BYTES = 1024**2
 CHAT = "/v1/chat/completions"
+TEMPLATED = (CHAT, "/v1/responses")
+"""Paths whose messages a chat template makes into a prompt."""
 SETTING = "set `allow_prompt_logprobs: true` to allow it"
 
 
@@ -43,6 +47,30 @@ def refusal(data: bytes, *, path: str) -> str | None:
     if asked.get("echo") and logprobs is not None:
         return f"`echo` with log-probabilities is not allowed here: it takes memory outside the plan; {SETTING}"
     return None
+
+
+def chat_refusal(path: str, status: Mapping[str, Any]) -> str | None:
+    """Why the model that is served cannot chat; it can complete a prompt all the same."""
+    if path not in TEMPLATED or status.get("chat") is not False:
+        return None
+    fault = status.get("chat_fault")
+    why = f"has a chat template that cannot be used ({fault})" if fault else "has no chat template"
+    return (f"the model {status.get('model')} {why}: use /v1/completions, or add the model again with "
+            "`applianctl model add SOURCE --chat-template FILE`")
+
+
+def tools_refusal(data: bytes, path: str, status: Mapping[str, Any]) -> str | None:
+    """Why the model that is served cannot choose among tools; vLLM's own answer names arguments that no client has."""
+    if path != CHAT or status.get("tools") != "none" or b'"tools"' not in data or len(data) > PARSED_BYTES:
+        return None
+    try:
+        asked = json.loads(data)
+    except (ValueError, RecursionError):
+        return None  # the worker says what is wrong with it
+    if not isinstance(asked, dict) or not asked.get("tools") or asked.get("tool_choice", "auto") != "auto":
+        return None
+    return (f"the model {status.get('model')} writes tool calls in no form that is known here: set `tool_choice` to "
+            "`required` or to a function, or the setting `tools` to a parser of vLLM")
 
 
 def sequences(data: bytes, *, most: int) -> int:

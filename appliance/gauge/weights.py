@@ -11,10 +11,9 @@ worker is measured elsewhere.
 from __future__ import annotations
 
 import mmap
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from appliance.errors import ConfigError
 from appliance.gauge.clock import repeat
+from appliance.kernels.aten import AtenKernel
 from appliance.kernels.library import load
 from appliance.kernels.native import library_gemm, linear
 from appliance.kernels.reference import Portable
@@ -35,7 +35,8 @@ DECODE_ROWS = 16
 """More rows than this are a prompt."""
 THRESHOLD, ANY_ROWS = 2, 1 << 30
 """Rows from which torch's kernel leaves them to the dequantize route."""
-LIBRARY, INT4 = "library", "int4"
+INT4, GEMMS = "int4", {"bf16": torch.bfloat16, "fp32": torch.float32}
+READ_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +108,11 @@ def _pass(kernel: Kernel, steps: Sequence[Step], rows: int, route: str) -> Calla
 
 
 def _multiply(kernel: Kernel, route: str) -> Callable[[Tensor, Step, Tensor], None]:
-    """How one multiplication is made: the native kernel's own route or torch's GEMM on dequantized blocks (`library`);
-    torch's kernel as it is served (`own`) or for any number of rows (`int4`)."""
+    """How one multiplication is made: as the kernel serves it (`own`; of the native one never by torch's GEMM), by
+    torch's GEMM of a type on dequantized blocks (GEMMS), in torch's int4 kernel for any number of rows (`int4`)."""
+    host = torch_host()
+    if kernel.name == "aten" and route in GEMMS:
+        kernel = AtenKernel(host=replace(host, gemm=GEMMS[route]))
     threshold = ANY_ROWS if route == INT4 else THRESHOLD
 
     def own(x: Tensor, step: Step, out: Tensor) -> None:
@@ -119,13 +123,13 @@ def _multiply(kernel: Kernel, route: str) -> Callable[[Tensor, Step, Tensor], No
 
     def library(x: Tensor, step: Step, out: Tensor) -> None:
         if x.shape[0] > 1:
-            library_gemm(x, step.tensors[0], step.layer, torch_host().gemm, out)
+            library_gemm(x, step.tensors[0], step.layer, GEMMS[route], out)
         else:
             native(x, step, out)
 
     if kernel.name != "native":
         return own
-    return library if route == LIBRARY else native
+    return library if route in GEMMS else native
 
 
 def _steps(order: Mapping[str, Any], kernel: Kernel) -> list[Step]:
@@ -139,9 +143,11 @@ def _mapped(folder: Path) -> Iterator[Step]:
     index, broken = read_index((folder / INDEX).read_text("utf-8"))
     if index is None:
         raise ConfigError(f"{folder} cannot be measured", why=broken)
-    descriptor = os.open(folder / WEIGHTS, os.O_RDONLY)
-    data = mmap.mmap(descriptor, index.bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    os.close(descriptor)
+    with open(folder / WEIGHTS, "rb", buffering=0) as file:
+        block = bytearray(READ_BYTES)
+        while file.readinto(block):
+            pass  # into the page cache: the first figure is no disk's
+        data = mmap.mmap(file.fileno(), index.bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     tables = [run for run in index.runs if run.kind == TABLE]
     heads = [run for run in tables if run.name.rpartition(".")[2] in HEADS] or tables[-1:]
     with warnings.catch_warnings():

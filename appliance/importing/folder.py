@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from appliance.errors import ModelError
 from appliance.importing.safetensors import read_header
+from appliance.importing.shapes import shape_refusal
 from appliance.importing.source import EXTRAS, Source, merge_headers, read_config
 from appliance.importing.tensors import NormalForm, StoredTensor
 
@@ -20,6 +22,8 @@ def open_folder(source: Source) -> NormalForm:
     """Read the headers of an inspected folder. Raises ModelError as `inspect` does."""
     config = read_config(source.path)
     merged = merge_headers(source.path, {file: read_header(file) for file in source.weights})
+    if reason := shape_refusal(config, {name: entry.shape for name, (_, entry) in merged.items()}):
+        raise ModelError(f"{source.path} is inconsistent", why=reason, do="download the model again")
     tensors = {
         name: StoredTensor(name=name, file=file, offset=e.offset, bytes=e.bytes, shape=e.shape, kind=e.dtype)
         for name, (file, e) in merged.items()
@@ -34,14 +38,28 @@ def has_chat_template(folder: Path) -> bool:
         return True
     try:
         return bool(json.loads((folder / "tokenizer_config.json").read_text("utf-8")).get("chat_template"))
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return False
+
+
+def _copy_without_code(file: Path, target: Path) -> None:
+    """A tokenizer's own code (`auto_map`) is never run: nobody shall be asked whether it may."""
+    try:
+        said = json.loads(file.read_text("utf-8"))
+    except (ValueError, RecursionError):
+        said = None
+    if isinstance(said, dict) and said.pop("auto_map", None) is not None:
+        target.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    else:
+        shutil.copyfile(file, target)
 
 
 def _copier(source: Source, config: Mapping[str, Any]) -> Callable[[Path], bool]:
     def write(out: Path) -> bool:
         for file in source.extras:
-            if file.name in EXTRAS:
+            if file.name == "tokenizer_config.json":
+                _copy_without_code(file, out / file.name)
+            elif file.name in EXTRAS:
                 shutil.copyfile(file, out / file.name)
         if not (out / "generation_config.json").exists():
             ids = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}

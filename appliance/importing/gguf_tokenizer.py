@@ -1,14 +1,15 @@
 """The tokenizer of a GGUF file as tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
-Byte-level vocabularies (`gpt2`) are put together here from the tokens and merges of the file; SentencePiece ones
-(`llama`) are rebuilt by transformers. Runs in the worker's environment.
+Byte-level vocabularies (`gpt2`) are put together from the tokens and merges of the file, SentencePiece ones (`llama`)
+from its tokens and scores. Runs in the worker's environment.
 Rules: token ids are the file's, no token is added; a cutting rule (`tokenizer.ggml.pre`) that is not known here is
 refused, because a wrong one gives slightly wrong tokens and no error; control tokens are special, user-defined ones
-are matched whole.
+are matched whole; llama.cpp makes the same tokens of the same text (tests/gguf).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +25,9 @@ QWEN2 = ("qwen2", "deepseek-r1-qwen")
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = dict.fromkeys(LLAMA3, _WORDS + r"\p{N}{1,3}" + _REST) | dict.fromkeys(QWEN2, _WORDS + r"\p{N}" + _REST)
-CONTROL, USER_DEFINED = 3, 4
+NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
+SPACE = "\u2581"
+"""What SentencePiece writes for a space."""
 SAFETENSORS = "use the safetensors folder of the same model"
 
 
@@ -33,11 +36,14 @@ def write_tokenizer(path: Path, fields: Mapping[str, Any], table_rows: int, out:
 
     `fields`: the file's metadata. Raises ModelError when the tokenizer cannot be rebuilt exactly.
     """
+    why = _type_refusal(fields)
+    if why:
+        raise ModelError(f"the tokenizer of {path} is damaged", why=why, do=SAFETENSORS)
     model = fields.get("tokenizer.ggml.model")
     if model == "gpt2":
         tokenizer = _byte_level(path, fields)
     elif model == "llama":
-        tokenizer = _sentencepiece(path)
+        tokenizer = _sentencepiece(path, fields)
     else:
         raise _unknown(path, f"tokenizer model {model!r}")
     count = tokenizer.get_vocab_size(with_added_tokens=True)
@@ -51,8 +57,35 @@ def write_tokenizer(path: Path, fields: Mapping[str, Any], table_rows: int, out:
     (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
     template = fields.get("tokenizer.chat_template")
     if template:
-        (out / "chat_template.jinja").write_text(str(template), "utf-8")
+        (out / "chat_template.jinja").write_text(template, "utf-8")
     return bool(template)
+
+
+KINDS: Mapping[str, type] = {
+    "tokens": str, "merges": str, "scores": float, "token_type": int, "model": str, "pre": str, "add_bos_token": bool,
+    "add_space_prefix": bool, "bos_token_id": int, "eos_token_id": int, "unknown_token_id": int,
+    "padding_token_id": int,
+}
+LISTS = ("tokens", "merges", "scores", "token_type")
+
+
+def _type_refusal(fields: Mapping[str, Any]) -> str | None:
+    """Why the tokenizer's fields are not of the types they must have, or None. What is absent is no matter here."""
+    for name, kind in KINDS.items():
+        value = fields.get(f"tokenizer.ggml.{name}")
+        listed = isinstance(value, list)
+        if value is not None and (listed != (name in LISTS)
+                                  or not all(type(one) is kind for one in (value if listed else [value]))):
+            return f"tokenizer.ggml.{name} is not {'a list of ' if name in LISTS else ''}{kind.__name__}"
+    tokens, scores, types = (fields.get(f"tokenizer.ggml.{name}") for name in ("tokens", "scores", "token_type"))
+    if not tokens:
+        return "it has no tokens"
+    if len(set(tokens)) != len(tokens):
+        return "a token stands twice in it"
+    if any(there is not None and len(there) != len(tokens) for there in (scores, types)):
+        return "its tokens, scores and types are not equally many"
+    template = fields.get("tokenizer.chat_template")
+    return None if template is None or isinstance(template, str) else "its chat template is not a text"
 
 
 def _unknown(path: Path, what: str) -> ModelError:
@@ -60,13 +93,13 @@ def _unknown(path: Path, what: str) -> ModelError:
 
 
 def _byte_level(path: Path, fields: Mapping[str, Any]) -> Any:
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pre = fields.get("tokenizer.ggml.pre")
     if pre not in (*SPLITS, *DIGITS_APART, *PLAIN_GPT2):
         raise _unknown(path, f"pre-tokenizer {pre!r}")
-    tokens = fields.get("tokenizer.ggml.tokens") or []
-    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges") or []]
+    tokens: list[str] = fields["tokenizer.ggml.tokens"]
+    merges = [tuple((*merge.split(" ", 1), "")[:2]) for merge in fields.get("tokenizer.ggml.merges") or []]
     try:
         # Llama 3 takes a word that is in the vocabulary whole, whatever the merges say.
         bpe = models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges, ignore_merges=pre in LLAMA3)
@@ -82,24 +115,46 @@ def _byte_level(path: Path, fields: Mapping[str, Any]) -> Any:
         cut.insert(0, pre_tokenizers.Split(Regex(SPLITS[pre]), behavior="isolated"))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cut)
     tokenizer.decoder = decoders.ByteLevel()
-    types = fields.get("tokenizer.ggml.token_type") or []
-    for token, kind in zip(tokens, types, strict=False):
-        if kind == CONTROL:
-            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-        elif kind == USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)])
+    _add_whole_tokens(tokenizer, tokens, fields)
     return tokenizer
 
 
-def _sentencepiece(path: Path) -> Any:
-    import transformers
+def _add_whole_tokens(tokenizer: Any, tokens: list[str], fields: Mapping[str, Any]) -> None:
+    """Tokens that text is searched for before it is cut; runs of one kind at once, which keeps their order."""
+    from tokenizers import AddedToken
 
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    except Exception as error:  # the library raises whatever it meets; one line for all of it
-        raise ModelError(f"the tokenizer of {path} cannot be rebuilt", do=SAFETENSORS,
-                         why=f"{type(error).__name__}: {str(error)[:120]}") from error
-    return tokenizer.backend_tokenizer
+    types = fields.get("tokenizer.ggml.token_type") or []
+    for kind, run in itertools.groupby(zip(tokens, types, strict=False), key=lambda pair: pair[1]):
+        if kind == CONTROL:
+            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token, _ in run])
+        elif kind == USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token, _ in run])
+
+
+def _sentencepiece(path: Path, fields: Mapping[str, Any]) -> Any:
+    """Pairs are merged by the score of what they become; what is in no token is spelled in bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    tokens: list[str] = fields["tokenizer.ggml.tokens"]
+    ids = {token: i for i, token in enumerate(tokens)}
+    scores, types = (fields.get(f"tokenizer.ggml.{key}") for key in ("scores", "token_type"))
+    if scores is None or types is None:
+        raise ModelError(f"the tokenizer of {path} is damaged", why="it has no scores or types", do=SAFETENSORS)
+    merged = sorted((token for token, kind in zip(tokens, types, strict=True) if kind == NORMAL and len(token) > 1),
+                    key=lambda token: (-scores[ids[token]], ids[token]))
+    merges = [(token[:cut], token[cut:]) for token in merged for cut in range(1, len(token))
+              if token[:cut] in ids and token[cut:] in ids]
+    unknown = fields.get("tokenizer.ggml.unknown_token_id")
+    unknown = tokens[unknown] if isinstance(unknown, int) and 0 <= unknown < len(tokens) else None
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True,
+                                     byte_fallback=BYTE in types))
+    prefix = bool(fields.get("tokenizer.ggml.add_space_prefix", True))
+    spaces = normalizers.Replace(" ", SPACE)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefix else spaces
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    _add_whole_tokens(tokenizer, tokens, fields)
+    return tokenizer
 
 
 def _config(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,14 +163,14 @@ def _config(fields: Mapping[str, Any]) -> dict[str, Any]:
     tokens = fields.get("tokenizer.ggml.tokens") or []
     for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
         number = fields.get(f"tokenizer.ggml.{key}_token_id")
-        if number is not None and 0 <= int(number) < len(tokens):
-            config[name] = tokens[int(number)]
+        if number is not None and 0 <= number < len(tokens):
+            config[name] = tokens[number]
     # llama.cpp's defaults where the file says nothing.
     default = fields.get("tokenizer.ggml.model") == "llama" or fields.get("tokenizer.ggml.pre") in LLAMA3
     config["add_bos_token"] = bool(fields.get("tokenizer.ggml.add_bos_token", default)) and "bos_token" in config
     context = fields.get(f"{fields.get('general.architecture')}.context_length")
-    if context:
-        config["model_max_length"] = int(context)
+    if isinstance(context, int):
+        config["model_max_length"] = context
     return config
 
 

@@ -1,22 +1,24 @@
 """Safetensors headers: read with bounds and checked against the file, without touching the data.
 
 It reads the JSON header of one file and nothing else; `appliance.importing.tensors` reads the data.
-Rules: at most 100 MB of header is read whatever the file claims; the tensors must lie one after the other and end
-exactly at the end of the file; shape x element size must equal the stored bytes. What is wrong is told by the file's
-first bytes (an LFS pointer, a web page, a GGUF file with the wrong name), one line each.
+Rules: at most 25 MB of header is read whatever the file claims, and no name may stand in it twice; the tensors must lie
+one after the other and end exactly at the end of the file; shape x element size must equal the stored bytes. What is
+wrong is told by the file's first bytes (an LFS pointer, a web page, a GGUF file with the wrong name), one line each.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from appliance.errors import ModelError
 
-MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 25_000_000
+"""The format allows 100 MB, which take 1 GB to parse; a shard with 100,000 tensors has 12."""
 ELEMENT_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
     "U64": 8, "U32": 4, "U16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -78,14 +80,31 @@ def read_header(path: Path) -> dict[str, Entry]:
         file.seek(8)
         text = file.read(length)
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=without_doubles)
         assert isinstance(header, dict)
+    except DoubleName as double:
+        raise _broken(path, f"its header names {double} twice") from None
     except (ValueError, AssertionError, RecursionError):
         raise _broken(path, "its header is not valid JSON") from None
-    header.pop("__metadata__", None)
+    said = header.pop("__metadata__", {})
+    if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
+        raise _broken(path, "its metadata are no texts")
     entries = {name: _entry(path, name, raw, 8 + length) for name, raw in header.items()}
     _check_layout(path, entries, 8 + length, size)
     return entries
+
+
+class DoubleName(ValueError):
+    """A JSON object that has one name twice: readers do not agree on which one counts."""
+
+
+def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads(object_pairs_hook=)`. Raises DoubleName."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counted = Counter(name for name, _ in pairs)
+        raise DoubleName(next(repr(name[:80]) for name, count in counted.items() if count > 1))
+    return found
 
 
 def _broken(path: Path, why: str, *, do: str = FETCH) -> ModelError:

@@ -3,7 +3,8 @@
 `inspect(path)` looks at names, first bytes, config.json and safetensors headers only (standard library, no torch), so
 the agent can refuse a source before it starts a child. It does not read weights and converts nothing.
 Rules: every refusal is one ModelError line that names the file and the cause; all missing shards are named at once;
-other quantized formats are refused by name; a split GGUF is given by its first part.
+other quantized formats are refused by name; a split GGUF is given by its first part; code that a model brings
+(`auto_map`) is never run and its mention not taken over; what is copied as it is must lie within the folder.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from appliance.errors import ModelError
-from appliance.importing.safetensors import Entry, foreign_content, read_header
+from appliance.importing.safetensors import DoubleName, Entry, foreign_content, read_header, without_doubles
 from appliance.quantize.format import QUANT_METHOD
 
 Kind = Literal["gguf", "safetensors", "cpu_int4"]
@@ -30,6 +31,9 @@ METHODS = {
     "gptq": "GPTQ", "awq": "AWQ", "bitsandbytes": "bitsandbytes", "fp8": "fp8", "fbgemm_fp8": "fp8",
     "compressed-tensors": "compressed-tensors", "modelopt": "ModelOpt", "mxfp4": "MXFP4",
 }
+MOST_BYTES = {"config.json": 16 << 20, INDEX: 64 << 20}
+"""Files that are parsed here; the others that are taken over are bounded by OTHER_BYTES."""
+OTHER_BYTES = 256 << 20
 UNQUANTIZED = "use the bf16 or fp16 folder, or a GGUF file, of the same model"
 
 
@@ -125,6 +129,9 @@ def _folder(path: Path) -> Source:
     odd = sorted(name for name in names if _counts(name) and not (path / name).is_file())
     if odd:
         raise ModelError(f"{path} cannot be used", why=f"{odd[0]} is not a regular file", do="download the model again")
+    for name in sorted(names & {"config.json", INDEX, *EXTRAS}):
+        if reason := _taken_refusal(path, name):
+            raise ModelError(f"{path} cannot be used", why=f"{name} {reason}", do="download the model again")
     config = read_config(path)
     kind: Kind = "safetensors"
     method = quant_method(config)
@@ -150,10 +157,25 @@ def _folder(path: Path) -> Source:
     return _source(kind, path, weights, extras)
 
 
+def _taken_refusal(path: Path, name: str) -> str | None:
+    """Why a small file of a folder is not parsed or copied, or None."""
+    size, most = (path / name).stat().st_size, MOST_BYTES.get(name, OTHER_BYTES)
+    if size > most:
+        return f"has {size} bytes; at most {most} are allowed"
+    if (path / name).is_symlink():
+        root, target = path.resolve(), (path / name).resolve()
+        cache = root.parents[1] / "blobs" if root.parent.name == "snapshots" else root  # Hugging Face's own cache
+        if not target.is_relative_to(root) and not target.is_relative_to(cache):
+            return f"is a link out of the folder, to {target}"
+    return None
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """config.json of a folder. Raises ModelError when it is not a JSON object that names an architecture."""
     file = path / "config.json"
     foreign = foreign_content(file)
+    if file.stat().st_size > MOST_BYTES["config.json"]:
+        foreign = f"it has {file.stat().st_size} bytes; at most {MOST_BYTES['config.json']} are allowed"
     try:
         config = json.loads(file.read_text("utf-8")) if not foreign else None
     except (ValueError, RecursionError):
@@ -161,9 +183,11 @@ def read_config(path: Path) -> dict[str, Any]:
     if foreign or not isinstance(config, dict):
         raise ModelError(f"{file} is not a model configuration", why=foreign or "it is not a JSON object",
                          do="download the file again")
-    if not config.get("architectures") or not isinstance(config["architectures"], list):
+    named = config.get("architectures")
+    if not named or not isinstance(named, list) or not isinstance(named[0], str):
         raise ModelError(f"{file} is not a model configuration", why="it names no `architectures`",
                          do="use a model that was saved with transformers")
+    config.pop("auto_map", None)
     return config
 
 
@@ -193,13 +217,13 @@ def weight_files(path: Path) -> list[Path]:
     index = path / INDEX
     if index.is_file():
         try:
-            mapped = json.loads(index.read_text("utf-8"))["weight_map"]
-            files = sorted({str(name) for name in mapped.values()})
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise ModelError(f"{index} is not a weight index", why="it has no weight_map",
-                             do="download it again") from None
-        if any(Path(name).name != name for name in files):
-            raise ModelError(f"{index} cannot be used", why="it names files outside its folder", do="download it again")
+            files = sorted(set(_weight_map(index).values()))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            why = f"it names {error} twice" if isinstance(error, DoubleName) else "it has no weight_map"
+            raise ModelError(f"{index} is not a weight index", why=why, do="download it again") from None
+        if any(Path(name).name != name or not name.endswith(".safetensors") for name in files):
+            raise ModelError(f"{index} cannot be used", why="it names files outside its folder, or of another kind",
+                             do="download it again")
         _require(path, [path / name for name in files])
         return [path / name for name in files]
     found = sorted(file.name for file in path.glob("*.safetensors") if not file.name.startswith("consolidated"))
@@ -230,12 +254,27 @@ def merge_headers(path: Path, headers: Mapping[Path, Mapping[str, Entry]]) -> di
             merged[name] = (file, entry)
     index = path / INDEX
     if index.is_file():
-        listed = json.loads(index.read_text("utf-8"))["weight_map"]
+        listed = _weight_map(index)
         absent = sorted(name for name in listed if name not in merged)
+        elsewhere = [name for name, file in listed.items() if name in merged and merged[name][0].name != file]
         if absent:
             raise ModelError(f"{path} is incomplete", why=f"the index names {len(absent)} tensors that no shard holds, "
                              f"the first is {absent[0]}", do="download the model again")
+        if elsewhere:
+            raise ModelError(f"{path} is inconsistent", do="download the model again",
+                             why=f"the index says that {elsewhere[0]} stands in {listed[elsewhere[0]]}, "
+                                 f"it stands in {merged[elsewhere[0]][0].name}")
     return merged
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name. Raises ValueError and its like when it is no such mapping."""
+    if index.stat().st_size > MOST_BYTES[INDEX]:
+        raise ValueError("too large")
+    mapped = json.loads(index.read_text("utf-8"), object_pairs_hook=without_doubles)["weight_map"]
+    if not isinstance(mapped, dict) or not mapped or not all(isinstance(name, str) for name in mapped.values()):
+        raise ValueError("no mapping")
+    return mapped
 
 
 def _refuse_quantized(path: Path, headers: Mapping[Path, Mapping[str, Entry]]) -> None:

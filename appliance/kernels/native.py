@@ -4,8 +4,8 @@ One copy of the weight in blocks of 16 channels serves one row, many rows and th
 int16 per group, sums are exact integers, results fp32: nearer to fp64 than torch's kernel, and the same for every
 number of threads. No instruction touches AMX tiles, so no number of rows is dangerous and `threshold` is not asked.
 
-On hosts with AMX the library GEMM in bf16 beats every integer kernel from `LIBRARY_ROWS` rows on: there blocks of
-channels are dequantized and multiplied by torch.
+On hosts with AMX the library GEMM in bf16 beats every integer kernel from `library_rows` rows on (64, or as measured):
+there blocks of channels are dequantized and multiplied by torch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from appliance.prepared import BLOCK, LAYOUT_ID
 from appliance.quantize.format import group_refusal
 
 NAME = "native"
-LIBRARY_ROWS = 64
-"""Rows from which an AMX host uses the library GEMM."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +50,7 @@ class NativeKernel:
         return {"blocked": blocked.pack(portable)}
 
     def linear(self, x: Tensor, tensors: Sequence[Tensor], layer: LayerShape, threshold: int, out: Tensor) -> None:
-        if self.host.amx and x.shape[0] >= LIBRARY_ROWS:
+        if x.shape[0] >= self.host.library_rows:
             library_gemm(x, tensors[0], layer, self.host.gemm, out)
             return
         out.copy_(linear(x, tensors[0], layer, wide=out.dtype == torch.float32))

@@ -12,7 +12,6 @@ cannot take is left out with the reason and is no error.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import itertools
 import json
 import os
@@ -27,6 +26,7 @@ from appliance.errors import ModelError, UsageError
 from appliance.importing.safetensors import read_header
 from appliance.importing.source import merge_headers, quantization_config, read_config, weight_files
 from appliance.importing.tensors import StoredTensor, raw_rows
+from appliance.pieces import Digests
 from appliance.prepared import (
     BLOCK,
     INDEX,
@@ -96,8 +96,9 @@ def prepare(source: Path, target: Path, event: Event) -> dict[str, Any]:
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     draft.mkdir()
     try:
-        size, sha256 = _write_weights(draft / WEIGHTS, planned, event)
-        index = Index(source=digest, bytes=size, sha256=sha256, runs=tuple(p.run for p in planned), left_out=left_out)
+        digests = _write_weights(draft / WEIGHTS, planned, event)
+        index = Index(source=digest, bytes=digests.bytes, sha256=digests.whole, pieces=digests.pieces,
+                      runs=tuple(p.run for p in planned), left_out=left_out)
         with open(draft / INDEX, "w", encoding="utf-8") as file:
             file.write(write_index(index))
             file.flush()
@@ -108,7 +109,7 @@ def prepare(source: Path, target: Path, event: Event) -> dict[str, Any]:
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    return {"layout": LAYOUT_ID, "bytes": size, "layers": len(planned),
+    return {"layout": LAYOUT_ID, "bytes": index.bytes, "layers": len(planned),
             "left_out": [{"name": entry.name, "reason": entry.reason} for entry in left_out]}
 
 
@@ -197,25 +198,23 @@ def _refusal(members: tuple[Part, ...]) -> str | None:
     return layout_refusal(first.k, first.group, first.bits)
 
 
-def _write_weights(path: Path, planned: tuple[Planned, ...], event: Event) -> tuple[int, str]:
-    """Fill the file; returns its size and SHA-256."""
+def _write_weights(path: Path, planned: tuple[Planned, ...], event: Event) -> Digests:
+    """Fill the file; returns its size and digests."""
     size = max(-(-(p.run.offset + p.run.bytes) // PAGE) * PAGE for p in planned)
-    digest = hashlib.sha256()
-    done = 0
+    digests = Digests()
     with open(path, "xb", buffering=0) as file:
         os.posix_fallocate(file.fileno(), 0, size)  # a full disk says so here, not at 90 %
         for p in planned:
             for block in itertools.chain(_blocks(p), (bytes(-p.run.bytes % PAGE),)):
-                digest.update(block)
+                digests.update(block)
                 rest = memoryview(block)
                 while rest:
                     rest = rest[file.write(rest):]
-                done += len(block)
-                event({"event": "progress", "done_bytes": done, "total_bytes": size, "item": p.run.name})
-        if done != size:
-            raise AssertionError(f"{done} bytes written, {size} planned")
+                event({"event": "progress", "done_bytes": digests.bytes, "total_bytes": size, "item": p.run.name})
+        if digests.bytes != size:
+            raise AssertionError(f"{digests.bytes} bytes written, {size} planned")
         os.fsync(file.fileno())
-    return size, digest.hexdigest()
+    return digests
 
 
 def _blocks(planned: Planned) -> Iterator[memoryview | bytes]:

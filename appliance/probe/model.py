@@ -14,11 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from appliance import parsers
 from appliance.errors import ModelError
 from appliance.facts import KeptLayer, ModelFacts
-from appliance.importing.folder import has_chat_template
 from appliance.importing.safetensors import Entry, read_header
 from appliance.importing.source import merge_headers, read_config, weight_files
+from appliance.importing.template import read as read_template
 from appliance.quantize.format import (
     FUSED,
     HEADS,
@@ -35,10 +36,14 @@ from appliance.quantize.format import (
 _ALIASES: Mapping[str, tuple[str, ...]] = {
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim"),
+    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"),
     "num_attention_heads": ("num_attention_heads", "n_head"),
-    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_sequence_length"),
+    "num_key_value_heads": ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num"),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length",
+                                "max_seq_len"),
 }
+_FOUR_TIMES = ("gpt2", "gptj", "gpt_bigcode", "bloom", "falcon")
+"""Model types whose feed-forward part is four times as wide as the model where the configuration does not say."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -63,15 +68,17 @@ def read_model(path: Path, *, name: str, digest: str) -> ModelFacts:
              for kind in ("linear", "table", "head", "kept")}
     parameters = sum(_parameters(tensor, entry, int4) for tensor, entry in tensors.items())
     window, windowed = _window(text, layers)
+    report, template = _report(path), read_template(path)
+    tried = report.get("template") or {}
     return ModelFacts(
         name=name,
         digest=digest,
         architecture=str(config["architectures"][0]),
         layers=layers,
         hidden_size=hidden,
-        intermediate_size=_whole(text, "intermediate_size", path),
+        intermediate_size=_intermediate(text, hidden, path),
         heads=heads,
-        kv_heads=text.get("num_key_value_heads") or heads,
+        kv_heads=_key_value_heads(text, heads),
         head_dim=text.get("head_dim") or hidden // heads,
         vocab_size=_whole(text, "vocab_size", path),
         max_context=_whole(text, "max_position_embeddings", path),
@@ -86,9 +93,12 @@ def read_model(path: Path, *, name: str, digest: str) -> ModelFacts:
         table_bytes=sizes["table"] + sizes["head"],
         kept_bytes=sizes["kept"],
         largest_linear=_largest_linear(tensors),
-        kept=_kept(tensors, int4, _recorded_reasons(path)),
+        kept=_kept(tensors, int4, _recorded_reasons(report)),
         experts=next((int(text[field]) for field in _EXPERTS if text.get(field)), 0),
-        chat=has_chat_template(path),
+        chat=template is not None and not tried.get("fault"),
+        roles=tuple(str(role) for role in tried.get("roles") or ()),
+        template_marks=parsers.marks(template),
+        template_fault=str(tried.get("fault") or ""),
         dtype=str(text.get("torch_dtype") or text.get("dtype") or "bfloat16"),
         bits_per_weight=round(8 * sum(sizes.values()) / max(parameters, 1), 3),
         quantization=dict(raw),
@@ -100,11 +110,31 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **nested} if isinstance(nested, Mapping) else dict(config)
 
 
-def _whole(text: Mapping[str, Any], field: str, path: Path) -> int:
+def _first(text: Mapping[str, Any], field: str) -> int | None:
+    """The field's value under the first of its names that has one."""
     for alias in _ALIASES.get(field, (field,)):
         value = text.get(alias)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
+    return None
+
+
+def _intermediate(text: Mapping[str, Any], hidden: int, path: Path) -> int:
+    if text.get("model_type") in _FOUR_TIMES and _first(text, "intermediate_size") is None:
+        return 4 * hidden
+    return _whole(text, "intermediate_size", path)
+
+
+def _key_value_heads(text: Mapping[str, Any], heads: int) -> int:
+    """As vLLM counts them: by the names in use, one for `multi_query` models, else as many as heads."""
+    if text.get("multi_query") and not text.get("new_decoder_architecture"):
+        return 1
+    return _first(text, "num_key_value_heads") or heads
+
+
+def _whole(text: Mapping[str, Any], field: str, path: Path) -> int:
+    if (value := _first(text, field)) is not None:
+        return value
     raise ModelError(f"{path / 'config.json'} is not complete", why=f"`{field}` is missing or not a whole number",
                      do="use a model that was saved with transformers")
 
@@ -190,10 +220,18 @@ def _reason(module: str, entry: Entry, int4: Int4Config) -> str:
     return "not a linear layer of the transformer"
 
 
-def _recorded_reasons(path: Path) -> dict[str, str]:
+def _report(path: Path) -> Mapping[str, Any]:
+    """What the conversion reported; empty where nothing is recorded."""
+    try:
+        report = json.loads((path / "manifest.json").read_text("utf-8"))["report"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return report if isinstance(report, Mapping) else {}
+
+
+def _recorded_reasons(report: Mapping[str, Any]) -> dict[str, str]:
     """Module -> reason, from the report of the conversion where there is one."""
     try:
-        kept = json.loads((path / "manifest.json").read_text("utf-8"))["report"]["kept"]
-        return {str(entry["name"]).removesuffix(".weight"): str(entry["reason"]) for entry in kept}
-    except (OSError, ValueError, KeyError, TypeError):
+        return {str(entry["name"]).removesuffix(".weight"): str(entry["reason"]) for entry in report["kept"]}
+    except (KeyError, TypeError):
         return {}

@@ -1,4 +1,4 @@
-"""How a running process's control group fares: CPU throttling, stalls for memory, OOM kills, swap; and slow CPU clocks.
+"""How a running process's control group fares: CPU throttling, stalls for memory, OOM kills, swap; slow and hot CPUs.
 
 Figures only, from files below a root folder; nothing is judged and nothing is measured over time: the kernel keeps the
 averages. v1, v2 and hybrid hierarchies, as in `probe.cgroup`. What cannot be read is None.
@@ -23,13 +23,16 @@ DYNAMIC_DRIVERS = ("intel_pstate", "amd-pstate-epp", "amd_pstate_epp")
 @dataclass(frozen=True, kw_only=True)
 class Strain:
     """`throttled_share`: of the quota's periods, at the level that suffers most. `stalled_percent`: PSI `full` over the
-    last minute. `high_bytes`: the lowest soft limit. `oom_kills`: counted in the own group."""
+    last minute. `high_bytes`: the lowest soft limit. `oom_kills`: counted in the own group. `periods`: of the quota and
+    throttled ones, for each level. `too_hot`: how often CPUs have lowered their clock for heat since boot (Intel)."""
 
     throttled_share: float | None
     stalled_percent: float | None
     high_bytes: int | None
     oom_kills: int | None
     governor: str | None
+    periods: tuple[tuple[int, int], ...] = ()
+    too_hot: int | None = None
 
 
 def read_strain(tree: Tree, *, pid: int | str = "self") -> Strain:
@@ -37,12 +40,14 @@ def read_strain(tree: Tree, *, pid: int | str = "self") -> Strain:
     paths = parse_cgroup(tree.read(f"/proc/{pid}/cgroup"))
     mounts = parse_mountinfo(tree.read("/proc/self/mountinfo"))
     memory = find_hierarchy("memory", paths, mounts)
-    shares = list(_throttled(tree, find_hierarchy("cpu", paths, mounts)))
+    periods = tuple(_periods(tree, find_hierarchy("cpu", paths, mounts)))
+    shares = [throttled / total for total, throttled in periods if total >= LEAST_PERIODS]
     limits = [parse_limit(tree.read(f"{folder}/memory.high")) for folder in memory.folders]
     return Strain(
         throttled_share=max(shares, default=None), stalled_percent=_stalled(tree, memory),
         high_bytes=min((limit for limit in limits if limit is not None), default=None),
         oom_kills=_oom_kills(tree, memory), governor=slow_governor(tree),
+        periods=periods, too_hot=_too_hot(tree),
     )
 
 
@@ -65,11 +70,21 @@ def slow_governor(tree: Tree) -> str | None:
     return f"powersave ({driver or 'unknown driver'})"
 
 
-def _throttled(tree: Tree, hierarchy: Hierarchy) -> Iterator[float]:
+def _periods(tree: Tree, hierarchy: Hierarchy) -> Iterator[tuple[int, int]]:
     for folder in hierarchy.folders:
         stat = parse_stat(tree.read(f"{folder}/cpu.stat"))
-        if stat.get("nr_periods", 0) >= LEAST_PERIODS:
-            yield stat.get("nr_throttled", 0) / stat["nr_periods"]
+        if "nr_periods" in stat:
+            yield stat["nr_periods"], stat.get("nr_throttled", 0)
+
+
+def _too_hot(tree: Tree) -> int | None:
+    """Each core counts its own events, and all of them those of the package."""
+    folders = [f"/sys/devices/system/cpu/{name}/thermal_throttle" for name in tree.names("/sys/devices/system/cpu")
+               if re.fullmatch(r"cpu\d+", name)]
+    cores = [tree.read_int(f"{folder}/core_throttle_count") for folder in folders]
+    packages = [tree.read_int(f"{folder}/package_throttle_count") for folder in folders]
+    known = [count for count in cores if count is not None]
+    return sum(known) + max((count for count in packages if count is not None), default=0) if known else None
 
 
 def _stalled(tree: Tree, memory: Hierarchy) -> float | None:

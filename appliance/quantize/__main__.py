@@ -22,11 +22,12 @@ def main() -> int:
     parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--recipe", default="{}", help="JSON: grid, group_size, table_bits, ignore")
+    parser.add_argument("--outline", action="store_true", help="headers only, to judge what the model will need")
     args = parser.parse_args()
-    return reporting(lambda event: _run(args.source, args.out, args.recipe, event), noun="checkpoint")
+    return reporting(lambda event: _run(args.source, args.out, args.recipe, event, args.outline), noun="checkpoint")
 
 
-def _run(source: Path, out: Path, recipe_text: str, event: Event) -> dict[str, Any]:
+def _run(source: Path, out: Path, recipe_text: str, event: Event, outline: bool) -> dict[str, Any]:
     from appliance.quantize.checkpoint import quantize
     from appliance.quantize.layers import parse_recipe
 
@@ -36,7 +37,7 @@ def _run(source: Path, out: Path, recipe_text: str, event: Event) -> dict[str, A
             raise ValueError
     except ValueError:
         raise UsageError("the recipe cannot be used", why="it is not a JSON object") from None
-    return quantize(source, out, parse_recipe(raw), event)
+    return quantize(source, out, parse_recipe(raw), event, outline=outline)
 
 
 if __name__ == "__main__":

@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from appliance.errors import ModelError
-from appliance.importing.folder import has_chat_template
 from appliance.importing.safetensors import Entry, read_header
 from appliance.importing.source import Source, merge_headers, quantization_config, read_config
+from appliance.importing.template import settle
 from appliance.quantize.format import PACKED, SCALE, ZERO, Int4Config, parse_config
 
 COPY_BYTES = 8 << 20
 
 
-def adopt(source: Source, out: Path, event: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def adopt(source: Source, out: Path, event: Callable[[dict[str, Any]], None], *, chat_template: str = "",
+          ) -> dict[str, Any]:
     """Check and copy an inspected `cpu_int4` folder into the empty directory `out`; returns the report."""
     config = read_config(source.path)
     int4 = parse_config(quantization_config(config))
@@ -36,6 +37,7 @@ def adopt(source: Source, out: Path, event: Callable[[dict[str, Any]], None]) ->
                 write.write(block)
                 done += len(block)
                 event({"event": "progress", "done_bytes": done, "total_bytes": source.bytes, "item": file.name})
+    template = settle(out, chat_template)
     parameters = sum(math.prod(e.shape) * (8 // int4.bits_of(name.removesuffix(f".{PACKED}"))
                                            if name.endswith(f".{PACKED}") else 1)
                      for name, e in entries.items() if not name.endswith((f".{SCALE}", f".{ZERO}")))
@@ -49,7 +51,8 @@ def adopt(source: Source, out: Path, event: Callable[[dict[str, Any]], None]) ->
         "layers": layers,
         "loss": "nothing: the stored codes, scales and zeros are served as they are",
         "experts": 0,
-        "chat": has_chat_template(out),
+        "chat": template is not None and not template["fault"],
+        "template": template,
         "source_bytes": source.bytes,
         "out_bytes": done,
         "bits_per_weight": round(8 * sum(e.bytes for e in entries.values()) / parameters, 3),

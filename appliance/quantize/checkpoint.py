@@ -2,9 +2,10 @@
 
 Reads any source that `appliance.importing` knows and fills an empty directory; it makes nothing durable and publishes
 nothing (the agent's store does). Runs in the worker's environment as a child of the agent.
-Rules: never more than one block of rows of one tensor in memory; codes of Q4_0, Q4_1 and (in tables) Q8_0 sources are
-kept, only their scale and offset are rounded; a folder that is `cpu_int4` already is checked and copied, not converted;
-every choice and every loss stands in the report.
+Rules: never more than one block of rows of one tensor in memory, or one layer while calibrating; codes of lattices of
+the source are kept, only their scale and offset are rounded; tables have the min/max grid, since a search by the error
+of the weights makes a model worse there; what cannot be calibrated is searched, and the report says so; a folder that
+is `cpu_int4` already is checked and copied, not converted; every choice and every loss stands in the report.
 """
 
 from __future__ import annotations
@@ -18,9 +19,19 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.errors import ModelError
 from appliance.importing.source import Source, inspect
+from appliance.importing.template import settle as settle_template
 from appliance.importing.tensors import NormalForm, StoredTensor, float_rows, lattice_rows, raw_rows
 from appliance.quantize.format import PACKED, SCALE, ZERO, Int4Config, packed_columns
-from appliance.quantize.layers import Choice, LayerPlan, Recipe, is_head, is_table, plan_layers
+from appliance.quantize.layers import (
+    SMALL_MODEL_PARAMETERS,
+    Choice,
+    LayerPlan,
+    Recipe,
+    is_head,
+    is_table,
+    plan_layers,
+    refuse_architecture,
+)
 from appliance.quantize.shards import SHARD_BYTES, Output, ShardWriter
 
 if TYPE_CHECKING:
@@ -41,9 +52,11 @@ class Tally:
     roundings: list[tuple[float, float, int]] = field(default_factory=list)  # (max, sum, count) of relative error
 
 
-def quantize(path: Path, out: Path, recipe: Recipe, event: Event, *, shard_bytes: int = SHARD_BYTES) -> dict[str, Any]:
+def quantize(path: Path, out: Path, recipe: Recipe, event: Event, *, shard_bytes: int = SHARD_BYTES,
+             outline: bool = False) -> dict[str, Any]:
     """Convert the source at `path` into the empty or absent directory `out`; returns the report.
 
+    `outline`: weights are files of their full size with headers and no data, so that all but the weights can be judged.
     `event` receives the progress lines. Raises ModelError when the source cannot be used, OSError when the disk fails.
     """
     event({"event": "phase", "phase": "reading", "note": ""})
@@ -54,16 +67,25 @@ def quantize(path: Path, out: Path, recipe: Recipe, event: Event, *, shard_bytes
     if source.kind == "cpu_int4":
         from appliance.quantize.adopt import adopt
 
-        return adopt(source, out, event)
+        return adopt(source, out, event, chat_template=recipe.chat_template)
     form = _open(source)
-    chat = form.write_extras(out)  # before the long part: a tokenizer that cannot be had ends the run at once
+    refuse_architecture(form.config, path)
+    form.write_extras(out)  # before the long part: a tokenizer that cannot be had ends the run at once
+    template = settle_template(out, recipe.chat_template)
     tied, tensors = _settle_tie(form)
     plan = plan_layers(tensors, recipe, form.config)
     _write_config(out, form.config, plan.config, tied)
     event({"event": "phase", "phase": "quantizing", "note": f"{len(plan.choices)} tensors"})
-    layers, roundings = _write_tensors(out, plan, event, shard_bytes)
+    if outline:
+        with ShardWriter(out, [_outputs(c) for c in plan.choices], limit=shard_bytes, hollow=True):
+            return _report(source, form, plan, out, [], "", template)
+    grid = recipe.grid
+    if grid == "auto":
+        grid = "calibrated" if plan.parameters < SMALL_MODEL_PARAMETERS else "search"
+    layers, roundings, note = _write_tensors(out, form, plan, grid, event, shard_bytes)
     event({"event": "phase", "phase": "writing", "note": ""})
-    return _report(source, form, plan, out, layers, _loss(roundings), chat)
+    report = _report(source, form, plan, out, layers, _loss(roundings), template)
+    return {**report, "grid": grid, **({"grid_note": note} if note else {})}
 
 
 def _open(source: Source) -> NormalForm:
@@ -141,29 +163,65 @@ def _outputs(choice: Choice) -> list[Output]:
     ]
 
 
-def _write_tensors(out: Path, plan: LayerPlan, event: Event, shard_bytes: int) -> tuple[list[dict[str, Any]], Tally]:
+def _write_tensors(out: Path, form: NormalForm, plan: LayerPlan, grid: str, event: Event, shard_bytes: int,
+                   ) -> tuple[list[dict[str, Any]], Tally, str]:
+    """Write every tensor. Returns the report's layers, the roundings of kept lattices, and why none was calibrated."""
     total = sum(c.tensor.bytes for c in plan.choices)
     done, layers, all_rounding = 0, [], Tally()
     with ShardWriter(out, [_outputs(c) for c in plan.choices], limit=shard_bytes) as writer:
+        calibrated, note = _write_calibrated(writer, out, form, plan, event) if grid == "calibrated" else ({}, "")
         for choice in plan.choices:
-            t, tally = choice.tensor, Tally()
+            t, tally = choice.tensor, calibrated.get(choice.module, Tally())
+            searched = grid != "minmax" and not is_table(t.name)
             for start, stop in _spans(t):
-                _write_block(writer, choice, start, stop, tally)
+                if choice.module not in calibrated:
+                    _write_block(writer, choice, start, stop, searched, tally)
                 done += (stop - start) * t.row_bytes
                 event({"event": "progress", "done_bytes": done, "total_bytes": total, "item": t.name})
             all_rounding.roundings += tally.roundings
             if choice.group is not None:
+                route = "calibrated" if choice.module in calibrated else "searched" if searched else "min/max"
                 layers.append({
                     "name": choice.module, "shape": [t.rows, t.columns], "group": choice.group, "bits": choice.bits,
-                    "route": "codes kept" if choice.lattice else "searched", "snr_db": _decibel(tally),
+                    "route": "codes kept" if choice.lattice else route, "snr_db": _decibel(tally),
                 })
-    return layers, all_rounding
+    return layers, all_rounding, note
 
 
-def _write_block(writer: ShardWriter, choice: Choice, start: int, stop: int, tally: Tally) -> None:
+def _write_calibrated(writer: ShardWriter, out: Path, form: NormalForm, plan: LayerPlan, event: Event,
+                      ) -> tuple[dict[str, Tally], str]:
+    """Write the linears that can be calibrated; returns what was written, and why nothing was."""
+    from appliance.quantize.grid import pack
+
+    groups = {c.module: c.group for c in plan.choices
+              if c.group is not None and not c.lattice and not is_table(c.tensor.name) and len(c.tensor.shape) == 2}
+    written: dict[str, Tally] = {}
+    if not groups:
+        return written, ""
+    from appliance.evaluate.weights import of_form
+    from appliance.quantize.calibrate import Quantized, calibrate
+
+    def store(module: str, found: Quantized) -> None:
+        writer.write(f"{module}.{PACKED}", pack(found.codes))
+        writer.write(f"{module}.{SCALE}", found.scale)
+        writer.write(f"{module}.{ZERO}", found.zero)
+        written[module] = Tally(signal=found.signal, noise=found.noise)
+        event({"event": "progress", "done_bytes": len(written), "total_bytes": len(groups), "item": module})
+
+    event({"event": "phase", "phase": "calibrating", "note": f"{len(groups)} layers"})
+    note = ""
+    try:
+        calibrate(out, of_form(form), groups, store)
+    except ModelError as error:
+        note = f"not calibrated: {error.why or error.what}"
+    event({"event": "phase", "phase": "quantizing", "note": note or f"the other tensors of {len(plan.choices)}"})
+    return written, note
+
+
+def _write_block(writer: ShardWriter, choice: Choice, start: int, stop: int, search: bool, tally: Tally) -> None:
     import torch
 
-    from appliance.quantize.grid import SMALLEST_STEP, dequantize, minmax, pack
+    from appliance.quantize.grid import SMALLEST_STEP, dequantize, minmax, pack, searched
 
     t = choice.tensor
     if choice.group is None:
@@ -171,20 +229,24 @@ def _write_block(writer: ShardWriter, choice: Choice, start: int, stop: int, tal
         writer.write(t.name, raw)
         return
     if choice.lattice:
-        codes, exact_scale, exact_zero = lattice_rows(t, start, stop)
+        codes, exact_scale, exact_zero = lattice_rows(t, start, stop, choice.bits)
         values = dequantize(codes, exact_scale, exact_zero, choice.bits)
         scale, zero = exact_scale.to(torch.bfloat16), exact_zero.to(torch.bfloat16)
         scale = scale.masked_fill(scale == 0, SMALLEST_STEP)  # a constant group: its zero says it all
         tally.roundings += [_rounding(exact_scale, scale), _rounding(exact_zero, zero)]
     else:
         values = float_rows(t, start, stop)
-        codes, scale, zero = minmax(values, choice.group, choice.bits)
-    tally.signal += float(values.square().sum(dtype=torch.float64))
-    error = dequantize(codes, scale, zero, choice.bits) - values
-    tally.noise += float(error.square_().sum(dtype=torch.float64))
+        codes, scale, zero = (searched if search else minmax)(values, choice.group, choice.bits)
+    tally.signal += _energy(values)
+    tally.noise += _energy(dequantize(codes, scale, zero, choice.bits).sub_(values))
     writer.write(f"{choice.module}.{PACKED}", pack(codes, choice.bits))
     writer.write(f"{choice.module}.{SCALE}", scale)
     writer.write(f"{choice.module}.{ZERO}", zero)
+
+
+def _energy(values: torch.Tensor) -> float:
+    flat = values.flatten()
+    return float(flat @ flat)
 
 
 def _rounding(exact: torch.Tensor, rounded: torch.Tensor) -> tuple[float, float, int]:
@@ -216,7 +278,7 @@ def _loss(tally: Tally) -> str:
 
 
 def _report(source: Source, form: NormalForm, plan: LayerPlan, out: Path, layers: list[dict[str, Any]], loss: str,
-            chat: bool) -> dict[str, Any]:
+            template: dict[str, Any] | None) -> dict[str, Any]:
     stored = sum(o.bytes for c in plan.choices for o in _outputs(c))
     kept = [{"name": c.module, "reason": c.reason, "bytes": 2 * c.tensor.parameters}
             for c in plan.choices if c.group is None and c.reported]
@@ -230,7 +292,8 @@ def _report(source: Source, form: NormalForm, plan: LayerPlan, out: Path, layers
         "layers": layers,
         "loss": loss,
         "experts": plan.experts,
-        "chat": chat,
+        "chat": template is not None and not template["fault"],
+        "template": template,
         "source_bytes": source.bytes,
         "out_bytes": sum(file.stat().st_size for file in out.iterdir()),
         "bits_per_weight": round(8 * stored / plan.parameters, 3),

@@ -23,6 +23,9 @@ from appliance.errors import ModelError
 QUANT_METHOD = "cpu_int4"
 FORMAT_VERSION = 1
 GROUP_SIZES = (32, 64, 128, 256)
+GRIDS = ("minmax", "search", "calibrated")
+"""How codes are chosen: by the ends of each group, by the smallest error of the weights, or by the smallest error of
+the layers' results on a calibration text."""
 KERNELS = ("auto", "native", "aten")
 NATIVE_VARIANTS = ("scalar", "avx2", "avx-vnni", "avx512", "avx512-vnni")
 """Instruction sets of the native kernel; the self-test chooses one, the setting `kernel` may force one."""
@@ -32,8 +35,8 @@ stream may stay fp32, there and in a compiled graph."""
 PACKED, SCALE, ZERO = "weight_packed", "weight_scale", "weight_zero"
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Modules that vLLM computes as one, and the parts that a checkpoint stores."""
-TABLES = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings")
-HEADS = ("lm_head", "output_layer")
+TABLES = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "embeddings")
+HEADS = ("lm_head", "output_layer", "embed_out")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The min/max grid: choose the scale, the offset and the 4-bit (for tables also 8-bit) codes of groups of weights.
+"""The grids: choose the scale, the offset and the 4-bit (for tables also 8-bit) codes of groups of weights.
 
 Works on one block of rows at a time; the caller bounds the block. Runs in the worker's environment (torch imported
 inside functions). Rules: codes are chosen against the bf16-rounded scale and zero that are stored, never the exact
@@ -28,11 +28,32 @@ def minmax(weights: torch.Tensor, group: int, bits: int = 4) -> tuple[torch.Tens
     Returns codes uint8 [n, K] of `bits` bits, scale bf16 [n, K/group], zero bf16 [n, K/group]. With 4 bits:
     scale = (max - min) / 15 and zero = min + 8 * scale before rounding, so both ends of a group come back exactly.
     """
+    n, k = weights.shape
+    groups = weights.reshape(n, k // group, group)
+    scale, zero = whole_range(groups, bits)
+    return nearest(groups, scale, zero, bits).view(n, k), scale, zero
+
+
+def searched(weights: torch.Tensor, group: int, bits: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same with the scale and zero of the smallest squared error (`appliance.quantize.search`)."""
+    import torch
+
+    from appliance.quantize.search import search
+
+    n, k = weights.shape
+    groups = weights.reshape(-1, group)
+    scale, zero = (part.float() for part in whole_range(groups, bits))
+    search(groups, scale, zero, bits)
+    found, offset = (part.to(torch.bfloat16) for part in (scale, zero))
+    codes = nearest(groups, found, offset, bits)
+    return codes.view(n, k), found.view(n, -1), offset.view(n, -1)
+
+
+def whole_range(groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and zero bf16 of groups [..., g] that reach from the smallest to the largest value."""
     import torch
 
     largest, offset_code = (1 << bits) - 1, middle(bits)
-    n, k = weights.shape
-    groups = weights.reshape(n, k // group, group)
     # In float64: the difference of two huge values, and a multiple of it, overflow float32.
     low, high = groups.amin(dim=-1).double(), groups.amax(dim=-1).double()
     step = (high - low) / largest
@@ -42,11 +63,18 @@ def minmax(weights: torch.Tensor, group: int, bits: int = 4) -> tuple[torch.Tens
     # A spread that drowns in the rounding of the offset (0.37, 0.37, ...): cover it from the rounded offset instead.
     covering = torch.maximum((offset - low) / offset_code, (high - offset) / (largest - offset_code))
     drowned = (offset - exact).abs() > step / 2
-    scale = torch.where(drowned, covering, step).clamp(min=SMALLEST_STEP).to(torch.bfloat16)
-    codes = (groups - zero.float().unsqueeze(-1)) / scale.float().unsqueeze(-1)
+    return torch.where(drowned, covering, step).clamp(min=SMALLEST_STEP).to(torch.bfloat16), zero
+
+
+def nearest(groups: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes uint8 of groups [..., g]: those whose values are nearest and finite in bfloat16."""
+    import torch
+
+    largest, offset_code = (1 << bits) - 1, middle(bits)
+    codes = (groups - zero.float().unsqueeze(-1)).div_(scale.float().unsqueeze(-1))
     codes.round_().add_(offset_code).clamp_(0, largest)
     _stay_finite(codes, scale, zero, bits)
-    return codes.to(torch.uint8).view(n, k), scale, zero
+    return codes.to(torch.uint8)
 
 
 def _stay_finite(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int) -> None:
@@ -81,5 +109,5 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int = 4) -> torch.Tensor:
     """(code - 8) * scale + zero in float32, - 128 with 8 bits: codes [n, K], scale and zero [n, G] -> [n, K]."""
     n, k = codes.shape
-    grouped = codes.view(n, scale.shape[1], -1).float() - middle(bits)
-    return (grouped * scale.float().unsqueeze(-1) + zero.float().unsqueeze(-1)).view(n, k)
+    grouped = codes.view(n, scale.shape[1], -1).float().sub_(middle(bits))
+    return grouped.mul_(scale.float().unsqueeze(-1)).add_(zero.float().unsqueeze(-1)).view(n, k)

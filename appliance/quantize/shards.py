@@ -35,11 +35,14 @@ class Output:
 class ShardWriter:
     """Context manager over a directory; `write(name, tensor)` appends to that tensor's data.
 
-    `modules`: outputs that stay together, in the order in which they are stored.
+    `modules`: outputs that stay together, in the order in which they are stored. `hollow`: files of their full size
+    with headers and no data, on no more disk than the headers need.
     """
 
-    def __init__(self, directory: Path, modules: Sequence[Sequence[Output]], *, limit: int = SHARD_BYTES) -> None:
+    def __init__(self, directory: Path, modules: Sequence[Sequence[Output]], *, limit: int = SHARD_BYTES,
+                 hollow: bool = False) -> None:
         self.directory = directory
+        self._hollow = hollow
         self._files: dict[str, int] = {}
         self._next: dict[str, tuple[int, int, int]] = {}  # tensor -> (fd, next position, end)
         self._shards = _cut(modules, limit)
@@ -62,7 +65,7 @@ class ShardWriter:
     ) -> None:
         for fd in self._files.values():
             os.close(fd)
-        if kind is None:
+        if kind is None and not self._hollow:
             short = [name for name, (_, position, end) in self._next.items() if position != end]
             if short:
                 raise AssertionError(f"tensors not written to their end: {short[:3]}")
@@ -90,7 +93,10 @@ class ShardWriter:
         text += b" " * (-len(text) % 8)
         fd = os.open(self.directory / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._files[file] = fd
-        os.posix_fallocate(fd, 0, 8 + len(text) + offset)  # a full disk says so here, not at 90 %
+        if self._hollow:
+            os.ftruncate(fd, 8 + len(text) + offset)
+        else:
+            os.posix_fallocate(fd, 0, 8 + len(text) + offset)  # a full disk says so here, not at 90 %
         os.pwrite(fd, len(text).to_bytes(8, "little") + text, 0)
         position = 8 + len(text)
         for o in outputs:

@@ -153,8 +153,9 @@ class Agent:
             result = preparation.result or {}
             if not result.get("cached", True):
                 self.say(f"model {self.course.model}: quantized in {result.get('seconds', 0):.0f} s")
-            if result.get("note"):
-                self.say(f"model {self.course.model}: {result['note']}")
+            self.snapshot.warn("mended", str(result.get("mended") or ""))
+            for note in filter(None, (result.get("mended"), result.get("note"))):
+                self.say(f"model {self.course.model}: {note}")
             if not self.course.provisioned(str(result.get("digest")), result.get("versions") or {}, now=time.time()):
                 self._turn = self._prepare  # another configuration was chosen
                 return

@@ -19,6 +19,7 @@ from typing import Protocol
 from appliance import vitals
 from appliance.board import Traffic
 from appliance.faults import Evidence, Fault, classify
+from appliance.patrol import Walked
 from appliance.supervisor.background import Background
 from appliance.supervisor.health import Answer, Busy, Counters
 from appliance.vitals import Signs
@@ -31,6 +32,8 @@ HELD_GAP_S = 5.0
 CPU_SHARE = 0.03
 """Less of one core than this is not computing: vLLM's idle engine takes one part in a hundred."""
 
+PATROL_S = 30.0
+"""So often one piece of the stored weights is read again while nobody asks for anything."""
 LEAST_SPEED_TOKENS, SPEED_TOKENS, SPEED_TRIES = 4, 48, 3
 
 PHASES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
@@ -62,7 +65,8 @@ class Worker(Protocol):
 @dataclass(kw_only=True)
 class Life:
     """`listening`, `answer` and `counters` do the I/O, in the background. `oom_kills`, `slowed`: what the kernel did
-    for memory's sake: processes killed since the start (None = unknown), and how often it was slowed down. `now` is
+    for memory's sake: processes killed since the start (None = unknown), and how often it was slowed down. `patrol`
+    reads a piece of what is stored again; `worn`: what it found in files that this worker does not map. `now` is
     always monotonic seconds."""
 
     worker: Worker
@@ -72,6 +76,7 @@ class Life:
     traffic: Callable[[], Traffic]
     oom_kills: Callable[[], int | None]
     slowed: Callable[[], int]
+    patrol: Callable[[], Walked]
     probe_s: float
     began: float
     state: str = "loading"
@@ -83,6 +88,7 @@ class Life:
     probe_failures: int = 0
     probe_failure: str = ""
     sentence_of_trouble: str = ""
+    worn: str = ""
     tokens_per_s: float | None = None
     speed: float | None = None
     moved: float = 0.0
@@ -94,6 +100,8 @@ class Life:
     _knock: Background[bool] | None = None
     _sample: Background[Counters | None] | None = None
     _sampled: tuple[float, Counters] | None = None
+    _walk: Background[Walked] | None = None
+    _walked: float = 0.0
     _spoke: float = 0.0
     _cpu: tuple[float, float] = (0.0, 0.0)
     _cpu_at: float = 0.0
@@ -137,7 +145,7 @@ class Life:
             self._serve(now)
 
     def hang(self, verdict: str, reason: str) -> None:
-        """End this life by the agent's own verdict: `hang` or `slow-start`."""
+        """End this life by the agent's own verdict (`faults.VERDICTS`)."""
         self._fail(status=0, verdict=verdict, reason=reason)
 
     def _fail(self, *, status: int, verdict: str = "", reason: str = "") -> None:
@@ -182,6 +190,22 @@ class Life:
                 self.ready_since = self.ready_since or now
                 self.phase = "serving"
             self.state = "ready" if well else "busy"
+        self._go_patrol(now)
+
+    def _go_patrol(self, now: float) -> None:
+        """Read stored weights again while nobody wants the cores. A damaged layout is mapped by this worker, whose
+        answers may be wrong from now on; the portable model is only needed for the next start."""
+        if self._walk is not None and self._walk.done:
+            found, self._walk, self._walked = self._walk.result, None, now
+            if found is not None and found.layout:
+                self.hang("damaged-weights", found.layout[0])
+            elif found is not None and found.model:
+                self.worn = (f"the stored model is damaged: {found.model[0]}; this worker does not need that file any "
+                             "more, the next start does: run `applianctl model repair`; check the disk")
+            return
+        idle = self.state == "ready" and not self.traffic().running
+        if idle and self._walk is None and now - max(self._walked, self.ready_since or now) >= PATROL_S:
+            self._walk = Background(self.patrol, name="patrol")
 
     def _tokens(self) -> int:
         """How many tokens the next probe asks for: one, but a few probes of a new worker are longer and tell its speed,

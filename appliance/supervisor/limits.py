@@ -25,7 +25,8 @@ LOOK_S = 15.0
 IDLE_S = 30.0
 CEILING_SHARE = 0.02
 """A ceiling that moved by less is the same: MemTotal of a virtual machine breathes."""
-THROTTLED_SHARE = 0.2
+THROTTLED_SHARE, LEAST_PERIODS = 0.2, 50
+"""Of the quota's periods since the last look, where there were enough of them."""
 STALLED_PERCENT = 10.0
 
 
@@ -74,9 +75,19 @@ def strain_warning(strain: Strain, before: Strain | None) -> str:
         return "the kernel has killed a process of this service for memory"
     if strain.stalled_percent is not None and strain.stalled_percent > STALLED_PERCENT:
         return f"memory is short: all tasks stood still {strain.stalled_percent:.0f} % of the last minute"
-    if strain.throttled_share is not None and strain.throttled_share > THROTTLED_SHARE:
-        return f"the CPU quota slows the service down in {strain.throttled_share:.0%} of its periods"
+    share = max(_throttled(strain, before), default=0.0) if before is not None else 0.0
+    if share > THROTTLED_SHARE:
+        return f"the CPU quota slows the service down in {share:.0%} of its periods"
+    if before is not None and before.too_hot is not None and (strain.too_hot or 0) > before.too_hot:
+        return f"the CPU is too hot: it lowered its clock {(strain.too_hot or 0) - before.too_hot} times just now"
     return ""
+
+
+def _throttled(strain: Strain, before: Strain) -> Iterator[float]:
+    """The share of throttled periods between two looks, for each level of control groups that both have seen."""
+    for (total, throttled), (total_before, throttled_before) in zip(strain.periods, before.periods, strict=False):
+        if total - total_before >= LEAST_PERIODS:
+            yield (throttled - throttled_before) / (total - total_before)
 
 
 class LimitWatch:

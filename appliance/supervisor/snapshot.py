@@ -74,7 +74,8 @@ class Snapshot:
             "kernel": f"{kernels['kernel, one row']} / {kernels['kernel, many rows']}", "rung": rung.id,
             "threads": rung.threads, "context": rung.context, "ceiling_bytes": node.plan.ceiling_bytes,
             "usable_bytes": node.plan.usable_bytes, "fingerprint": node.plan.fingerprint,
-            "versions": dict(node.versions), "max_running": rung.running,
+            "versions": dict(node.versions), "max_running": rung.running, "chat": node.model.chat,
+            "chat_fault": node.model.template_fault, "tools": kernels["tool calls"],
         }
 
     def plan_sentence(self, node: Node, rung: Rung) -> str:
@@ -131,8 +132,9 @@ class Snapshot:
                       "until": (trial.ready_at + self.course.parsed.settings.trial_s) if trial.ready_at else None}
             if trial is not None else None,
             "rolled_back": rolled_back or None,
-            "warnings": [text for text in (*self._warnings.values(), self.course.record.problem,
-                                           *self.course.parsed.warnings, *traffic.warnings) if text],
+            "warnings": [text for text in (*self._warnings.values(), life.worn if life is not None else "",
+                                           self.course.record.problem, *self.course.parsed.warnings,
+                                           *traffic.warnings) if text],
             "worker_pid": worker.pid if worker is not None else None,
         }
         self.board.publish(dict(self.values))

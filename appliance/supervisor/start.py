@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from appliance import patrol
 from appliance.board import Traffic
 from appliance.directories import Directories
 from appliance.node import Node
+from appliance.pieces import PIECE_BYTES
 from appliance.plan import Rung
 from appliance.probe.cgroup import read_oom_kills, read_slowed
 from appliance.probe.tree import Tree
+from appliance.store import Store
 from appliance.supervisor import health, worker
 from appliance.supervisor.leaf import Leaf
 from appliance.supervisor.life import Life
@@ -35,7 +38,9 @@ def start(node: Node, rung: Rung, *, directories: Directories, worker_python: st
         listening=lambda: health.listening(socket), counters=lambda: health.counters(socket),
         answer=lambda timeout_s, tokens: health.answer(socket, model=node.model.name, timeout_s=timeout_s,
                                                        tokens=tokens),
-        oom_kills=lambda: _grown(before, kills()), slowed=lambda: read_slowed(tree))
+        oom_kills=lambda: _grown(before, kills()), slowed=lambda: read_slowed(tree),
+        patrol=lambda: patrol.walk(Store(directories.store), node.model.digest, place=directories.state / patrol.FILE,
+                                   most_bytes=PIECE_BYTES, seconds=1.0))
     return started, life
 
 

@@ -85,6 +85,21 @@ def names(state: Path) -> list[Path]:
     return [*sorted(folder.glob("*.json")), *sorted((folder / EARLIER).glob("*.json"), reverse=True)]
 
 
+def before(state: Path, record: Record) -> Record | None:
+    """The latest record of this machine with other software, to compare with; None when there is none."""
+    found = [other for other in map(read, names(state)) if other is not None and measured.comparable(other, record)]
+    return max(found, key=lambda other: max((trial.at for trial in other.trials), default=0.0), default=None)
+
+
+def lost(state: Path, record: Record, *, loss_pct: float) -> str:
+    """What has become slower since the software changed, and what changed; empty when nothing has, by `loss_pct`."""
+    earlier = before(state, record)
+    found = [] if earlier is None else list(measured.slower(earlier, record, loss_pct=loss_pct))
+    if earlier is None or not found:
+        return ""
+    return f"slower since {', '.join(measured.changes(earlier.inputs, record.inputs))}: {'; '.join(found)}"
+
+
 def named(state: Path, name: str) -> Record:
     """A record by its file, its name, or the beginning of it. Raises UsageError when there is none, or several."""
     paths = [path for path in names(state) if path.stem == name] or [p for p in names(state) if p.stem.startswith(name)]

@@ -8,7 +8,9 @@ child that dies by a signal, runs out of memory, finds wrong results or says not
 from __future__ import annotations
 
 import json
+import math
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from appliance import jobs, measured
 from appliance.errors import ApplianceError, ConfigError, CpuNotSupported, DoesNotFit
 from appliance.measured import Trial
 from appliance.tune import quiet
-from appliance.tune.quiet import ServiceNeedsTheCores
+from appliance.tune.quiet import ServiceNeedsTheCores, TimeIsUp
 
 SILENCE_S = 60.0
 Gather = Callable[[Trial], None]
@@ -34,13 +36,15 @@ class Bench:
     runtime: Path
     silence_s: float = SILENCE_S
 
-    def run(self, order: Mapping[str, Any], trial: Trial, *, gather: Gather, now: float) -> str:
+    def run(self, order: Mapping[str, Any], trial: Trial, *, gather: Gather, now: float,
+            until: float = math.inf) -> str:
         """Run one order; `trial` has what all its figures have in common. `gather` gets each trial as soon as it is
-        whole. Returns how it failed, empty when it ended well. Raises ServiceNeedsTheCores, and what a missing worker
-        raises."""
+        whole. Returns how it failed, empty when it ended well. Raises ServiceNeedsTheCores, TimeIsUp at `until`
+        (monotonic) after what was whole by then, and what a missing worker raises."""
         found: dict[str, Trial] = {}
         tried = trial
-        give_way = quiet.yielding(self.runtime)
+        give_way = quiet.yielding(self.runtime, until=until)
+        late: TimeIsUp | None = None
         before = quiet.usage(self.cpus)
 
         def on_event(event: Mapping[str, Any]) -> None:
@@ -57,17 +61,22 @@ class Bench:
             try:
                 jobs.run_job(self.worker_python, ["-m", "appliance.gauge", json.dumps(dict(order))], cwd=Path(folder),
                              env=jobs.job_env(self.env, home=Path(folder), extra=self._extra(order)),
-                             on_event=on_event, silence_s=self.silence_s)
+                             on_event=on_event, silence_s=min(self.silence_s, max(0.1, until - time.monotonic())))
             except ServiceNeedsTheCores:
                 raise
             except ApplianceError as error:
-                failure = cause(error)
+                late = TimeIsUp() if time.monotonic() >= until else None
+                failure = "" if late else cause(error)
         if failure:
             found[tried.id] = replace(tried, failure=failure, at=now)
+        if late:
+            found.pop(tried.id, None)  # it would have got more figures
         share = quiet.others(before, quiet.usage(self.cpus), self.cpus)
         note = {"disturbed": round(share, 2)} if share > quiet.DISTURBED else {}
         for one in found.values():
             gather(replace(one, notes={**one.notes, **note}))
+        if late:
+            raise late
         return failure
 
     @staticmethod

@@ -18,6 +18,7 @@ from appliance.measured import BANDWIDTH, FIRST, Record, Trial
 from appliance.settings import Parsed
 from appliance.tune import archive, orders, quiet
 from appliance.tune.child import Bench
+from appliance.tune.quiet import TimeIsUp
 from appliance.tune.subject import Subject, read_subject
 
 BUDGET_S = 10.0
@@ -42,8 +43,9 @@ def measure(parsed: Parsed, directories: Directories, worker_python: str, *, env
         found, note = _measured(subject, record, worker_python, env, began)
         tried = Trial(kind=FIRST, model=digest, settings={}, figures={}, failure=note, at=time.time())
         archive.save(directories.state, found.having(tried))
+        lost = archive.lost(directories.state, found, loss_pct=parsed.settings.tune.upgrade_loss_pct)
         took = f"memory and threads were measured in {time.monotonic() - began:.0f} s"
-        return f"nothing was measured: {note}; " if note else f"{took}; "
+        return f"nothing was measured: {note}; " if note else f"{took}; {lost and lost + '; '}"
     except ApplianceError as error:
         return f"nothing was measured: {error.line}; "
     except OSError as error:
@@ -67,5 +69,8 @@ def _measured(subject: Subject, record: Record, worker_python: str, env: Mapping
     failure = ""
     for order, trial in wanted:
         if time.monotonic() - began < BUDGET_S:
-            failure = bench.run(order, trial, gather=gather, now=time.time()) or failure
+            try:
+                failure = bench.run(order, trial, gather=gather, now=time.time(), until=began + BUDGET_S) or failure
+            except TimeIsUp:
+                break
     return record, failure

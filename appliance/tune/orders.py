@@ -10,7 +10,7 @@ from typing import Any
 
 from appliance.budget import MIB
 from appliance.facts import HostFacts, ModelFacts
-from appliance.measured import BANDWIDTH, CANARY, INT4, LIBRARY, OWN, PREFILL_ROWS, WEIGHTS, Trial
+from appliance.measured import BANDWIDTH, CANARY, GEMMS, INT4, OWN, PREFILL_ROWS, WEIGHTS, Trial
 from appliance.quantize.format import parse_config
 from appliance.refusal import ranges
 from appliance.settings import Settings
@@ -22,7 +22,10 @@ CANARY_TIMES = 200
 TABLE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Row counts of the table of kernels; a quick run measures the first, the fourth and a prompt."""
 QUICK_ROWS = (1, 8, PREFILL_ROWS)
+LIBRARY_ROWS = (1, 16, 32, 64, 128, PREFILL_ROWS)
+"""Where torch's GEMM may overtake the native kernel on an AMX host."""
 LEAST_MIB, MOST_MIB = 64, 1024
+BF16_TIERS = ("avx512_bf16", "amx")
 SPARE_SHARE = 4
 """A measuring child takes at most this part (a quarter) of the memory that is free."""
 Ordered = tuple[dict[str, Any], Trial]
@@ -57,13 +60,17 @@ def variants(subject: Subject, *, full: bool, budget_s: float) -> Iterator[Order
 
 
 def routes(subject: Subject, *, canary: bool, full: bool, budget_s: float) -> Iterator[Ordered]:
-    """Other ways for many rows: torch's GEMM for the native kernel; torch's int4 kernel where the canary passed."""
-    if subject.kernel != "native" and not canary:
+    """Other ways for many rows, beside the kernel's own: torch's GEMM by type, its int4 kernel where the canary passed.
+    In a quick run only where the plan goes by it."""
+    tier, native = subject.host.cpu.tier, subject.kernel == "native"
+    gemms = GEMMS if tier in BF16_TIERS else GEMMS[1:]  # without the instructions bf16 is several times slower
+    if not full and (tier != "amx" if native else len(gemms) == 1 and not canary):
         return
     chosen = choose_threads(subject.host.topology, Settings())
-    yield from _weights(subject, subject.kernel, list(chosen.cpus or ()), threads=[chosen.count], budget_s=budget_s,
-                        rows=tuple(row for row in TABLE_ROWS if row >= 8) if full else (8, PREFILL_ROWS),
-                        route=LIBRARY if subject.kernel == "native" else INT4)
+    together = ((OWN, *gemms), *(((INT4,),) if canary and not native else ()))  # the one that may die goes alone
+    for routes in together:
+        yield from _weights(subject, subject.kernel, list(chosen.cpus or ()), threads=[chosen.count], routes=routes,
+                            budget_s=budget_s, rows=TABLE_ROWS if full else LIBRARY_ROWS if native else QUICK_ROWS)
 
 
 def canary(subject: Subject, *, times: int = CANARY_TIMES) -> Ordered:
@@ -74,14 +81,14 @@ def canary(subject: Subject, *, times: int = CANARY_TIMES) -> Ordered:
 
 
 def _weights(subject: Subject, kernel: str, cpus: list[int] | None, *, threads: list[int], rows: tuple[int, ...],
-             budget_s: float, variant: str = "", route: str = OWN) -> Iterator[Ordered]:
+             budget_s: float, variant: str = "", routes: tuple[str, ...] = (OWN,)) -> Iterator[Ordered]:
     """An order for the model's linears; none for a model whose shapes are not those of plain layers and which has no
     prepared weights to be mapped."""
     mapped = kernel == "native" and subject.prepared is not None
     if not mapped and (subject.model.experts or subject.model.kept):
         return
     yield ({"gauge": "weights", "threads": threads, "rows": list(rows), "kernel": kernel, "variants": [variant],
-            "routes": [route], "prepared": str(subject.prepared) if mapped else "", "cpus": cpus or None,
+            "routes": list(routes), "prepared": str(subject.prepared) if mapped else "", "cpus": cpus or None,
             "mib": spare_mib(subject.free_bytes), "budget_s": budget_s,
             "layers": [] if mapped else list(_layers(subject.model))},
            Trial(kind=WEIGHTS, model=subject.model.digest, settings=_cpus(cpus), figures={}))

@@ -6,6 +6,7 @@ taken while others used more than DISTURBED of the CPUs is not believed.
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import time
@@ -79,12 +80,21 @@ class ServiceNeedsTheCores(TransientError):
     """A request came while a trial ran; the trial was given up."""
 
 
-def yielding(runtime: Path) -> Callable[[Mapping[str, Any]], None]:
-    """A receiver of events that gives the trial up when the service has got work."""
+class TimeIsUp(TransientError):
+    """The run's time ended during a trial; the trial was given up."""
+
+    def __init__(self) -> None:
+        super().__init__("the trial was given up", why="the time is up")
+
+
+def yielding(runtime: Path, *, until: float = math.inf) -> Callable[[Mapping[str, Any]], None]:
+    """A receiver of events that gives the trial up when the service has got work, and `until` (monotonic) is past."""
     looked = time.monotonic()
 
     def look(_: Mapping[str, Any]) -> None:
         nonlocal looked
+        if time.monotonic() >= until:
+            raise TimeIsUp
         if time.monotonic() - looked < POLL_S:
             return
         looked = time.monotonic()

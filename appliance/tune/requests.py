@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import random
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from typing import Any
 
 from appliance.client import UnixConnection, unreachable
 from appliance.errors import NotReachable
+from appliance.tune.quiet import TimeIsUp
 
 TIMEOUT_S = 600.0
 ROUTE = "/v1/completions"
@@ -49,18 +51,20 @@ class Streamed:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Who is asked: its socket, the model's name, and the token ids that prompts may consist of."""
+    """Who is asked: its socket, the model's name, and the token ids that prompts may consist of. `until` (monotonic):
+    no answer is waited for any longer."""
 
     socket: Path
     model: str
     ids: tuple[int, int]
+    until: float = math.inf
 
     def prompt(self, tokens: int, seed: int) -> list[int]:
         chosen = random.Random(seed)
         return [chosen.randint(*self.ids) for _ in range(tokens)]
 
     def stream(self, prompt_tokens: int, tokens: int, seed: int) -> Streamed:
-        """One streamed answer of exactly `tokens` tokens."""
+        """One streamed answer of exactly `tokens` tokens. Raises TimeIsUp, and NotReachable for all else."""
         began = time.perf_counter()
         body = {"stream": True, "stream_options": {"include_usage": True}}
         moments: list[float] = []
@@ -72,9 +76,13 @@ class Target:
                     if event.get("choices"):
                         moments.append(time.perf_counter() - began)
                     usage = event.get("usage") or usage
+                    if time.monotonic() >= self.until:
+                        raise TimeIsUp
             finally:
                 connection.close()
         except (OSError, http.client.HTTPException) as error:
+            if time.monotonic() >= self.until:
+                raise TimeIsUp from None
             raise unreachable(self.socket, error) from None
         if not moments:
             raise NotReachable("the answer was empty", why="no piece of it carried a token", do="see the worker's log")
@@ -97,7 +105,7 @@ class Target:
     def _ask(self, prompt_tokens: int, tokens: int, seed: int, more: dict[str, Any]) -> http.client.HTTPConnection:
         body = {"model": self.model, "prompt": self.prompt(prompt_tokens, seed), "max_tokens": tokens,
                 "temperature": 0, "ignore_eos": True, **more}
-        connection = UnixConnection(self.socket, timeout_s=TIMEOUT_S)
+        connection = UnixConnection(self.socket, timeout_s=min(TIMEOUT_S, max(0.1, self.until - time.monotonic())))
         connection.request("POST", ROUTE, json.dumps(body), {"Content-Type": "application/json"})
         return connection
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import shutil
 import tempfile
@@ -51,16 +52,15 @@ def altered(rung: Rung, settings: Mapping[str, Any]) -> Rung:
             env.pop(variable, None)
     if settings.get("compile") is False and "--enforce-eager" not in argv:
         argv.append("--enforce-eager")
+        env["TORCH_COMPILE_DISABLE"] = "1"
     return dataclasses.replace(rung, argv=tuple(argv), env=env)
 
 
 def settings_of(rung: Rung) -> dict[str, Any]:
     """What a rung sets, in the words of a trial."""
-    def flag(name: str) -> int:
-        return int(rung.argv[rung.argv.index(FLAGS[name]) + 1])
-
-    return {"threads": int(rung.env["OMP_NUM_THREADS"]), "batch_tokens": flag("batch_tokens"), "block": flag("block"),
-            "kernel": str(rung.quantization.get("kernel")), "compile": "--enforce-eager" not in rung.argv,
+    flags = {name: int(rung.argv[rung.argv.index(flag) + 1]) for name, flag in FLAGS.items() if flag in rung.argv}
+    return {"threads": int(rung.env["OMP_NUM_THREADS"]), **flags, "kernel": str(rung.quantization.get("kernel")),
+            "compile": "--enforce-eager" not in rung.argv,
             **{name: rung.env[variable] for name, variable in (("variant", "APPLIANCE_KERNEL"),
                                                                ("cpus", "APPLIANCE_WORKER_CPUS"))
                if rung.env.get(variable)}}
@@ -80,8 +80,9 @@ def folders(model_path: str, prepared: str) -> Iterator[Places]:
 
 
 def serve(rung: Rung, places: Places, model: ModelFacts, *, python: str, env: Mapping[str, str], check: Check,
-          cpus: tuple[int, ...], now: float) -> Trial:
-    """Start the worker of `rung`, measure it, end it. Raises what `check` raises; all else is in the trial."""
+          cpus: tuple[int, ...], now: float, until: float = math.inf) -> Trial:
+    """Start the worker of `rung`, measure it, end it. Raises what `check` raises, TimeIsUp at `until` (monotonic); all
+    else is in the trial."""
     home = Path(places.sockets)
     trial = Trial(kind=SERVED, model=model.digest, settings=settings_of(rung), figures={}, at=now)
     Path(places.socket).unlink(missing_ok=True)
@@ -93,7 +94,7 @@ def serve(rung: Rung, places: Places, model: ModelFacts, *, python: str, env: Ma
         _yield_to_the_service(tree.pid)
         _wait(tree, Path(places.socket), check)
         ready_s = time.monotonic() - began
-        target = Target(socket=Path(places.socket), model="default", ids=ids(model))
+        target = Target(socket=Path(places.socket), model="default", ids=ids(model), until=until)
         before, spent_s = quiet.usage(cpus), tree.cpu_seconds()[0]
         figures = _measure(target, min(PREFILL, rung.context // 2), check)
         share = quiet.others(before, quiet.usage(cpus), cpus, living_s=tree.cpu_seconds()[0] - spent_s)
@@ -101,7 +102,7 @@ def serve(rung: Rung, places: Places, model: ModelFacts, *, python: str, env: Ma
                                    notes={"disturbed": round(share, 2)} if share > quiet.DISTURBED else {})
     except (NotReachable, TransientError) as error:
         if type(error) not in (NotReachable, TransientError):
-            raise  # the service wants its cores: no word about this worker
+            raise  # the service wants its cores, or the time is up: no word about this worker
         return dataclasses.replace(trial, failure=_why(error, tree))
     finally:
         worker.end_session(tree.pid)

@@ -24,7 +24,7 @@ from appliance.plan import Rung
 from appliance.tune import archive, orders, quiet, served
 from appliance.tune.child import Bench
 from appliance.tune.orders import Ordered
-from appliance.tune.quiet import ServiceNeedsTheCores
+from appliance.tune.quiet import ServiceNeedsTheCores, TimeIsUp
 from appliance.tune.subject import Subject
 
 QUICK_S, FULL_S = 180.0, 900.0
@@ -35,7 +35,9 @@ MICRO_SHARE = 0.6
 PATIENCE_S, QUIET_S = 60.0, 5.0
 ATTEMPTS = 3
 SERVED_S = 25.0
-"""What a whole worker takes, until one has been measured."""
+"""What a whole worker takes at least, until one has been measured."""
+ENDING_S = 4.0
+"""What it takes to end one: it is given up that long before the time is up."""
 BATCHES, BLOCKS = (256, 512, 1024, 2048), (16, 32, 64, 128)
 Say = Callable[[Mapping[str, Any]], None]
 
@@ -70,7 +72,11 @@ class Session:
                 if self._left_s() < self.budget_s * (1 - MICRO_SHARE):
                     self._leave_out(f"{phase}: the time is up")
                     break
-                self._try(order, trial)
+                try:
+                    self._try(order, trial)
+                except TimeIsUp:
+                    self._leave_out(f"the rest of {phase}: the time is up")
+                    break
         self._phase("whole workers")
         self._whole_workers()
         self.record = replace(self.record, open_since=0.0)
@@ -119,7 +125,10 @@ class Session:
                     self._leave_out(f"a whole worker with {_words(settings)}: the time is up")
                     continue
                 began = time.monotonic()
-                self._worker(served.altered(best.full, settings), places, settings)
+                try:
+                    self._worker(served.altered(best.full, settings), places, settings)
+                except TimeIsUp:
+                    self._leave_out(f"a whole worker with {_words(settings)}: the time is up")
                 self._served_s = max(self._served_s / 2, time.monotonic() - began)
 
     def _worker(self, rung: Rung, places: Places, settings: Mapping[str, Any]) -> None:
@@ -127,9 +136,10 @@ class Session:
         model = self.subject.model
         trial = Trial(kind=measured.SERVED, model=model.digest, settings=settings, figures={})
         if not self._fresh(trial.id):
+            until = self._until() - ENDING_S
             self._guarded([trial.id], lambda check: self._gather(served.serve(
                 rung, places, model, python=self.bench.worker_python, env=self.env, check=check, cpus=self.bench.cpus,
-                now=time.time())))
+                now=time.time(), until=until)), until=until)
 
     def _second(self, base: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The next best number of threads, for a second whole configuration."""
@@ -147,24 +157,30 @@ class Session:
         if self._known(order, trial):
             return
         ids = [replace(trial, settings=settings).id for settings in expected(order, trial)]
-        self._guarded(ids, lambda _: self.bench.run(order, trial, gather=self._gather, now=time.time()))
+        until = self._until(MICRO_SHARE)
+        self._guarded(ids, lambda _: self.bench.run(order, trial, gather=self._gather, now=time.time(), until=until),
+                      until=until)
 
-    def _guarded(self, ids: Sequence[str], work: Callable[[Say], object]) -> None:
+    def _guarded(self, ids: Sequence[str], work: Callable[[Say], object], *, until: float) -> None:
         """Run when the service is idle and the machine is quiet; again when the service got work meanwhile, and once
-        more when others disturbed it and the time allows it."""
+        more when others disturbed it and the time allows it. Raises TimeIsUp."""
         disturbed = False
         for _ in range(ATTEMPTS):
             self._wait_for_service()
             quiet.wait(self.bench.cpus, limit_s=QUIET_S)
             began = time.monotonic()
             try:
-                work(quiet.yielding(self.bench.runtime))
+                work(quiet.yielding(self.bench.runtime, until=until))
             except ServiceNeedsTheCores as error:
                 self._phase("waiting", error.why)
                 continue
+            except TimeIsUp:
+                if disturbed:
+                    return  # the disturbed figures stay
+                raise
             found = [trial for trial in map(self.record.find, ids) if trial is not None]
             spent_s = time.monotonic() - began
-            if disturbed or not any(t.notes.get("disturbed") for t in found) or self._left_s() < 4 * spent_s:
+            if disturbed or not any(t.notes.get("disturbed") for t in found) or until - began < 3 * spent_s:
                 return
             disturbed = True
         if disturbed:
@@ -194,7 +210,11 @@ class Session:
         return found is not None and found.at >= self.record.open_since and not found.notes.get("disturbed")
 
     def _left_s(self) -> float:
-        return self.budget_s - (time.monotonic() - self._began)
+        return self._until() - time.monotonic()
+
+    def _until(self, share: float = 1.0) -> float:
+        """When this share of the time is over (monotonic)."""
+        return self._began + self.budget_s * share
 
     def _phase(self, phase: str, note: str = "") -> None:
         self.say({"event": "phase", "phase": phase, "note": note, "left_s": max(0.0, self._left_s())})

@@ -22,12 +22,10 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_s
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from appliance.errors import ConfigError, ModelError
-from appliance.quantize.format import QUANT_METHOD, Int4Config, parse_config
+from appliance.quantize.format import FUSED, QUANT_METHOD, TABLES, Int4Config, parse_config
 from appliance.vllm_plugin.mapped import Mapped
 
 DIRECT_DEQUANT_ENV = "VLLM_OMNI_CPU_INT4_DIRECT_DEQUANT"
-TABLE_NAMES = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "embeddings")
-"""Last parts of embedding table names; several vLLM models give their table no name at all."""
 
 
 class CpuInt4Config(QuantizationConfig):  # type: ignore[misc]  # vLLM is not typed here
@@ -78,6 +76,8 @@ class CpuInt4Config(QuantizationConfig):  # type: ignore[misc]  # vLLM is not ty
             ignore=tuple(hf_to_vllm_mapper.apply_list(list(self.fields.ignore))),
             group_size_overrides=hf_to_vllm_mapper.apply_dict(dict(self.fields.group_size_overrides)),
         )
+        if self.prepared is not None:
+            self.prepared.rename(hf_to_vllm_mapper.apply_list)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method for a layer named `prefix`; None leaves vLLM's own bf16 method in place."""
@@ -104,9 +104,8 @@ class CpuInt4Config(QuantizationConfig):  # type: ignore[misc]  # vLLM is not ty
     def ignores(self, prefix: str) -> bool:
         """Whether this linear layer stays bf16. Raises ModelError when fused siblings disagree."""
         try:
-            skipped: bool = is_layer_skipped(
-                prefix, list(self.fields.ignore), self.packed_modules_mapping, match_mode="suffix"
-            )
+            fused = {**{whole: list(parts) for whole, parts in FUSED.items()}, **self.packed_modules_mapping}
+            skipped: bool = is_layer_skipped(prefix, list(self.fields.ignore), fused, match_mode="suffix")
             return skipped
         except ValueError as error:
             raise ModelError(f"the ignore list splits the fused layer {prefix}", why=str(error),
@@ -115,7 +114,7 @@ class CpuInt4Config(QuantizationConfig):  # type: ignore[misc]  # vLLM is not ty
     def group_of(self, prefix: str) -> int:
         """Group size of a linear layer. Raises ModelError when fused siblings have different ones."""
         parent, _, name = prefix.rpartition(".")
-        parts = self.packed_modules_mapping.get(name, [])
+        parts = self.packed_modules_mapping.get(name) or FUSED.get(name, ())  # not every model file says what it fuses
         names = [prefix] if prefix in self.fields.group_size_overrides or not parts else [
             f"{parent}.{part}" if parent else part for part in parts
         ]
@@ -146,8 +145,8 @@ class CpuInt4Config(QuantizationConfig):  # type: ignore[misc]  # vLLM is not ty
 
 def _names_table(name: str, prefix: str) -> bool:
     if prefix:
-        return prefix == name or prefix.endswith("." + name)
-    return name.rpartition(".")[2] in TABLE_NAMES
+        return prefix == name or prefix.endswith("." + name)  # several vLLM models give their table no name at all
+    return name.rpartition(".")[2] in TABLES
 
 
 def apply_environment(fields: Int4Config, env: Mapping[str, str]) -> Int4Config:

@@ -10,11 +10,17 @@ linear layer: more than one row never reaches torch's one-row kernel. The rows t
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import Module, functional
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
 from appliance.errors import ModelError
 from appliance.kernels import native
@@ -27,6 +33,33 @@ from appliance.vllm_plugin.mapped import Mapped
 TIED = "int4_tied_to"
 
 
+@contextmanager
+def quantized_tables(quantization: Any, vocabulary: int) -> Iterator[None]:
+    """While models are built in here, tables of at least `vocabulary` rows that are given no quantization get this one.
+
+    Half of vLLM's model files (Gemma, Mixtral, Falcon, ...) do not hand it to their table; that is an omission and
+    no statement, and the table is the largest tensor of a small model.
+    """
+    original = VocabParallelEmbedding.__init__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def build(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs).arguments
+        if given.get("quant_config") is None and given.get("quant_method") is None and (
+                given["num_embeddings"] >= vocabulary):
+            given["quant_config"] = quantization
+        call = signature.bind_partial()
+        call.arguments.update(given)
+        original(*call.args, **call.kwargs)
+
+    VocabParallelEmbedding.__init__ = build
+    try:
+        yield
+    finally:
+        VocabParallelEmbedding.__init__ = original
+
+
 class Int4TableMethod(Int4Weights, QuantizeMethodBase):  # type: ignore[misc]  # vLLM is not typed here
     """vLLM's quantize method of an int4 embedding table or head. Several models give their table no name."""
 
@@ -34,6 +67,14 @@ class Int4TableMethod(Int4Weights, QuantizeMethodBase):  # type: ignore[misc]  #
 
     def __init__(self, fields: Int4Config, group: int, prefix: str, *, prepared: Mapped | None = None) -> None:
         super().__init__(fields, group, prefix or "embed_tokens", bits=fields.stored_table_bits, prepared=prepared)
+
+    def create_weights(self, layer: Module, input_size_per_partition: int, output_partition_sizes: list[int],
+                       *args: Any, **kwargs: Any) -> None:
+        """As every layer's. Some models look whether their table has a `weight` (Cohere), or of which type it is
+        (Gemma 3n): they find its shape and type, and no values (past Module.__setattr__: it is no parameter)."""
+        super().create_weights(layer, input_size_per_partition, output_partition_sizes, *args, **kwargs)
+        shape = (sum(output_partition_sizes), input_size_per_partition)
+        object.__setattr__(layer, "weight", torch.empty(shape, dtype=torch.bfloat16, device="meta"))
 
     def tie_weights(self, layer: Module, embed_tokens: Module) -> Module:
         """Make the head use the table's parameters, before loading. Returns the head."""

@@ -9,7 +9,6 @@ says what happened.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 from torch.nn import Module
 from vllm.logger import init_logger
 
-from appliance.kernels.native import LIBRARY_ROWS
 from appliance.kernels.registry import torch_host
 from appliance.quantize.format import PLAIN_DECODERS
 from appliance.vllm_plugin.attention import attention_refusal
@@ -44,7 +42,7 @@ def fuse(model: Module, vllm_config: Any) -> str | None:
         logger.info("decoder layers are not fused: %s", reason)
         return reason
     tables: dict[int, Tensor] = {}
-    plain_from = LIBRARY_ROWS if torch_host().amx else sys.maxsize
+    plain_from = torch_host().library_rows
     for layer in model.model.layers:
         rope = layer.self_attn.rotary_emb
         if id(rope) not in tables:

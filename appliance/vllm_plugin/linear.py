@@ -28,6 +28,7 @@ from appliance.kernels.registry import LINEAR, Kernel, LayerShape, choose, kerne
 from appliance.quantize.format import PACKED, SCALE, ZERO, Int4Config, packed_columns
 from appliance.vllm_plugin import ops
 from appliance.vllm_plugin.mapped import BLOCKED, Mapped
+from appliance.vllm_plugin.rows import ROWS, expect_rows, settle_rows
 
 logger = init_logger("vllm.cpu_int4")
 
@@ -78,6 +79,8 @@ class Int4Weights:
             self.fields,
         ):
             create_parameters(layer, n, k, input_size, self.group, self.prefix, extra_weight_attrs, self.bits)
+        elif self.kind == LINEAR:
+            expect_rows(layer, n, extra_weight_attrs)
 
 
 class Int4LinearMethod(Int4Weights, LinearMethodBase):  # type: ignore[misc]  # vLLM is not typed here
@@ -86,6 +89,8 @@ class Int4LinearMethod(Int4Weights, LinearMethodBase):  # type: ignore[misc]  # 
     def process_weights_after_loading(self, layer: Module) -> None:
         if not hasattr(layer, "int4"):
             pack_layer(layer, self.fields, self.group, LINEAR)
+        elif hasattr(layer, ROWS):
+            settle_rows(layer, BLOCKED, layer.int4.shape, self.prefix)
 
     def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         wide = self.fields.wide_residual and isinstance(layer, RowParallelLinear) and torch.compiler.is_compiling()

@@ -2,7 +2,9 @@
 
 vLLM's own loader does the work. This one opens the prepared layout before the model is built, so that layers can take
 their weights from it (`linear.Int4Weights`), keeps the tensors that are not needed any more from being read, and counts
-mapped weights as loaded. Rule: a tensor that is neither mapped nor in the checkpoint is refused by name, as ever.
+mapped weights as loaded. In place of a mapped linear it hands the model the numbers of its rows (`rows`). While a model
+is built its vocabulary tables get the quantization, whether the model's author passes it on or not.
+Rule: a tensor that is neither mapped nor in the checkpoint is refused by name, as ever.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from appliance.quantize.format import PACKED
 from appliance.vllm_plugin.config import CpuInt4Config
+from appliance.vllm_plugin.embedding import quantized_tables
 from appliance.vllm_plugin.mapped import BLOCKED, Mapped, open_prepared
+from appliance.vllm_plugin.rows import numbered
 
 LOAD_FORMAT = "cpu_int4"
 
@@ -35,7 +39,7 @@ class MappedLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not typ
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(dataclasses.replace(load_config, load_format="safetensors"))
-        self.replaced: frozenset[str] = frozenset()
+        self.mapped: Mapped | None = None
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Module:
         """Load as vLLM does, then fuse the decoder layers where that is possible."""
@@ -48,17 +52,16 @@ class MappedLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not typ
     def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Module:
         """Build the model while its quantization method can see the prepared layout."""
         quantization = vllm_config.quant_config
-        mapped: Mapped | None = None
-        if isinstance(quantization, CpuInt4Config):
-            mapped = open_prepared(os.environ, Path(model_config.model), logger.info)
-            quantization.prepared = mapped
+        if not isinstance(quantization, CpuInt4Config):
+            plain: Module = super().create_model(vllm_config, model_config, prefix)
+            return plain
+        self.mapped = quantization.prepared = open_prepared(os.environ, Path(model_config.model), logger.info)
         try:
-            model: Module = super().create_model(vllm_config, model_config, prefix)
+            with quantized_tables(quantization, model_config.get_vocab_size()):
+                model: Module = super().create_model(vllm_config, model_config, prefix)
         finally:
-            if isinstance(quantization, CpuInt4Config):
-                quantization.prepared = None  # the configuration is copied and pickled; a mapping must not be
-        if mapped is not None:
-            self.replaced = frozenset(mapped.replaced)
+            quantization.prepared = None  # the configuration is copied and pickled; a mapping must not be
+        if self.mapped is not None:
             unmapped = [name for name, module in model.named_modules() if hasattr(module, PACKED)]
             if unmapped:
                 logger.info("%d layers are not mapped and will be packed in memory: %s%s", len(unmapped),
@@ -67,18 +70,24 @@ class MappedLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not typ
 
     def get_all_weights(self, model_config: Any, model: Module) -> Generator[tuple[str, Tensor], None, None]:
         """The tensors of the checkpoint that no mapped layer replaces; the others are not read."""
-        if not self.replaced:
+        if self.mapped is None or not self.mapped.replaced:
             yield from super().get_all_weights(model_config, model)
             return
         from safetensors import safe_open
+
+        replaced = self.mapped.replaced
+        packed_rows: dict[str, int] = {}
 
         self.counter_before_loading_weights = time.perf_counter()  # vLLM logs the time since then
         _, files, _, _ = self._prepare_weights(model_config.model, None, None, False, None)
         for path in sorted(files):
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  # it is no mapping
-                    if name not in self.replaced:
+                    if name not in replaced:
                         yield name, file.get_tensor(name)
+                    elif name.endswith(f".{PACKED}"):
+                        packed_rows[name.removesuffix(f".{PACKED}")] = file.get_slice(name).get_shape()[0]
+        yield from numbered(self.mapped.taken, packed_rows)
 
     def track_weights_loading(self, model: Module, loaded_weights: set[str] | None, quantized: bool = False) -> None:
         """vLLM's check that every parameter came from somewhere; the mapped ones did."""

@@ -38,12 +38,20 @@ Say = Callable[[str], None]
 
 
 class Mapped:
-    """One open prepared layout. `replaced`: the checkpoint's tensors that the handed out views stand for."""
+    """One open prepared layout. `replaced`: the checkpoint's tensors that the handed out views stand for; `taken`:
+    their runs."""
 
     def __init__(self, index: Index, data: mmap.mmap) -> None:
         self.index = index
         self.replaced: set[str] = set()
+        self.taken: list[Run] = []
         self._data = data
+        self._names = {run.name: run.name for run in index.runs}
+
+    def rename(self, names: Callable[[list[str]], list[str]]) -> None:
+        """Follow a model whose modules are not called as in the checkpoint: from now on layers ask by the new names.
+        A name that `names` drops keeps the old one."""
+        self._names = {name: (names([called]) or [called])[0] for name, called in self._names.items()}
 
     def find(self, prefix: str, shape: LayerShape) -> Tensor | None:
         """The weight of the layer that vLLM calls `prefix`: uint8 [bytes], read-only; None when it is not there."""
@@ -51,13 +59,14 @@ class Mapped:
         if run is None or (run.n, run.k, run.group, run.bits) != (shape.n, shape.k, shape.group, shape.bits):
             return None
         self.replaced.update(run.replaces)
+        self.taken.append(run)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             return torch.frombuffer(self._data, dtype=torch.uint8, count=run.bytes, offset=run.offset)
 
     def _run(self, prefix: str, kind: str) -> Run | None:
         """By name; several models give their embedding table no name or only the last part of one."""
-        exact = [run for run in self.index.runs if run.kind == kind and run.name == prefix]
+        exact = [run for run in self.index.runs if run.kind == kind and prefix in (self._names[run.name], run.name)]
         if exact or kind != TABLE:
             return exact[0] if exact else None
         names = HEADS if prefix.rpartition(".")[2] in HEADS else TABLES

@@ -29,7 +29,7 @@ def test_memory() -> None:
     assert all(0.1 < value < 10000 for one in found for value in one["figures"]["GB/s"])
 
 
-@pytest.mark.parametrize(("kernel", "routes"), [("aten", ["own", "int4"]), ("native", ["own", "library"])])
+@pytest.mark.parametrize(("kernel", "routes"), [("aten", ["own", "fp32", "bf16", "int4"]), ("native", ["own", "fp32", "bf16"])])
 def test_weights(kernel: str, routes: list[str]) -> None:
     if kernel == "native" and load().library is None:
         pytest.skip("the library is not built")

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 from appliance.errors import ConfigError  # noqa: E402  # after the guard for the agent's environment
 from appliance.kernels import NAMES, reference, selftest  # noqa: E402
-from appliance.kernels.host import MM_OP, PACK_OP, gemm_dtype, int4_refusal, read_torch_host  # noqa: E402
+from appliance.kernels.host import MM_OP, PACK_OP, gemm_dtype, int4_refusal, library_rows, read_torch_host  # noqa: E402
 from appliance.kernels.library import load  # noqa: E402
 from appliance.kernels.registry import LayerShape, choose, kernel_named, kernels, torch_host  # noqa: E402
 
@@ -102,6 +102,18 @@ def test_the_gemm_type_follows_cpu_and_capability() -> None:
     assert gemm_dtype("AVX512", {"avx512_bf16": True}) == torch.bfloat16
     assert gemm_dtype("AVX512", {"amx_tile": True}) == torch.bfloat16
     assert gemm_dtype("AVX2", {"avx512_bf16": True, "amx_tile": True}) == torch.float32
+
+
+@pytest.mark.parametrize(("amx", "measured", "rows"), [
+    (False, "", sys.maxsize), (False, "16", sys.maxsize), (True, "", 64), (True, "16", 16), (True, "0", sys.maxsize), (True, "x", 64)])
+def test_rows_from_which_the_library_multiplies(amx: bool, measured: str, rows: int) -> None:
+    assert library_rows(amx, measured) == rows
+
+
+def test_a_measured_type_may_lower_the_gemm_never_raise_it() -> None:
+    own = read_torch_host(env={}).gemm
+    assert read_torch_host(env={"APPLIANCE_GEMM": "fp32"}).gemm == torch.float32
+    assert read_torch_host(env={"APPLIANCE_GEMM": "bf16"}).gemm == own
 
 
 def test_the_layout_id_names_the_capability_and_the_release() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from appliance import client
+from appliance import client, manifest
 from appliance import status as status_file
 from appliance.directories import AGENT_SOCKET, sockets
 from appliance.errors import NotReachable
@@ -75,7 +75,7 @@ class Agent:
     settings: dict[str, Any] = field(default_factory=lambda: {"drain_s": 1, "probe_s": 1, "memory": {"reserve": "64M"}})
     worker_env: dict[str, str] = field(default_factory=dict)
     scaled: dict[str, object] = field(default_factory=dict)
-    """Times of `appliance.recovery` made shorter: what waits minutes on a node waits seconds here."""
+    """Times of `appliance.recovery` (or `limits.NAME`) made shorter: what waits minutes on a node waits seconds here."""
 
     @property
     def runtime(self) -> Path:
@@ -102,9 +102,9 @@ class Agent:
                               text=True, timeout=timeout, check=False)
 
     def serve(self, fake: str = "ok", *args: str, **env: str) -> subprocess.Popen[str]:
-        scaled = "".join(f"recovery.{name} = {value!r}; " for name, value in self.scaled.items())
+        scaled = "".join(f"{name if '.' in name else f'recovery.{name}'} = {value!r}; " for name, value in self.scaled.items())
         process = subprocess.Popen(
-            [sys.executable, "-c", f"from appliance import recovery; {scaled}from appliance.cli.main import main; main()", "serve", "--port", str(self.port), "--model", "tiny", *args],
+            [sys.executable, "-c", f"from appliance import recovery; from appliance.supervisor import limits; {scaled}from appliance.cli.main import main; main()", "serve", "--port", str(self.port), "--model", "tiny", *args],
             env=self.env(fake, **env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )
         self.processes.append(process)
@@ -205,7 +205,7 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
         **int4("model.layers.0.mlp.down_proj", 64, 64, 32), "model.norm.weight": ("BF16", (64,)),
     }
     store = Store(home / "store")
-    with store.begin("0" * 64) as draft:
+    with store.begin(manifest.key("1" * 64, {})) as draft:
         write_model(draft.folder, CONFIG, shapes)
         store.commit(draft, source="tiny", source_digest="1" * 64, recipe={}, report={}, created="2026-01-01T00:00:00", name="tiny")
     yield made

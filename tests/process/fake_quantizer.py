@@ -2,7 +2,7 @@
 answers `-m appliance.worker --contract` and runs `-m appliance.kernels.prepare`, as FAKE_KERNELS and FAKE_PREPARE say.
 
 What it does stands in SOURCE/behaviour.json:
-    mode      ok | error | crash | silent | signal | fill | hang | junk | empty | deaf    (default ok)
+    mode      ok | error | crash | silent | signal | fill | hang | junk | empty | deaf | large    (default ok)
     slices    number of pieces the weights are written in, `pause_s` seconds apart
     number    the signal to die by (mode signal)
     log       a file that gets one line for each run
@@ -81,6 +81,14 @@ def main() -> int:
         return 0
     if args[:2] == ["-m", "appliance.kernels.prepare"]:
         return prepare(Path(args[2]), Path(args[3]))
+    if args[:2] == ["-m", "appliance.evaluate"]:
+        pair = "--source" in args
+        text = args[args.index("--text") + 1] if "--text" in args else "the language reference of Python"
+        say(event="result", report={
+            "tokens": int(args[args.index("--tokens") + 1]), "perplexity": 12.5, "source_perplexity": 12.0 if pair else None,
+            "same_first_choice": 0.95 if pair else None, "divergence": 0.0123 if pair else None, "mean_difference": 0.05 if pair else None,
+            "largest_difference": 1.25 if pair else None, "streamed": True, "text": text, "text_digest": "0123456789ab", "peak_bytes": 1 << 30})
+        return 0
     assert [*args[:2], args[4]] == ["-m", "appliance.quantize", "--recipe"], args
     source, out, recipe = Path(args[2]), Path(args[3]), json.loads(args[5])
     behaviour = json.loads((source / "behaviour.json").read_text()) if (source / "behaviour.json").exists() else {}
@@ -124,6 +132,8 @@ def main() -> int:
         print('{"no": "event"}\n[1, 2]\n"text"\n{"event": 7}\n\xff', flush=True)
         sys.stdout.write("x" * (3 << 20) + "\n")
     write(out, behaviour.get("slices", 4), behaviour.get("pause_s", 0))
+    if mode == "large":
+        (out / "more.json").write_bytes(b" " * (8 << 20))
     if mode == "empty":
         (out / "model-00002.safetensors").write_bytes(b"")
     say(event="phase", phase="writing", note="")

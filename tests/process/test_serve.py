@@ -214,10 +214,12 @@ def test_case_015_offline_is_planned_and_a_missing_tokenizer_is_named_at_once(ag
     assert (env["HF_HUB_OFFLINE"], env["TRANSFORMERS_OFFLINE"], env["VLLM_NO_USAGE_STATS"]) == ("1", "1", "1")
     stored.chmod(0o755)
     (stored / "tokenizer.json").unlink()
-    agent.serve("ok")
-    # The store is damaged, nothing the model's author did: looked at again later, and no worker is started for it.
-    status = agent.until(lambda status: status["state"] == "waiting", timeout=20)
-    assert "tokenizer.json" in str(status["sentence"])
+    process = agent.serve("ok")
+    # No later start would be better, and its source is not there to make it again: no worker is started for it.
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 65
+    assert "tokenizer.json: No such file or directory; it cannot be made again" in err
+    assert "tokenizer.json" in str(agent.last_written()["sentence"])
     assert not (agent.home / "state" / "worker.log").exists()
 
 

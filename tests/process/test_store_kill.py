@@ -1,4 +1,4 @@
-"""Adding a model, interrupted in every way: the store holds whole objects or none (case 32).
+"""Whatever changes the store, interrupted in every way: the store holds whole objects or none (case 32).
 
 The agent is the real command line; only the quantizing child is a fake, a real process that speaks the protocol.
 """
@@ -21,6 +21,7 @@ from appliance.store import HEADROOM_BYTES, Store
 from tests.process.fake_models import fake_python, source_folder
 
 ROUNDS = 20
+MANY = 50
 MIB = 1 << 20
 
 
@@ -34,12 +35,12 @@ class Node:
             "NOTIFY_SOCKET": "/run/not-for-the-child",
         }
 
-    def start(self, *args: str) -> subprocess.Popen[str]:
-        return subprocess.Popen([sys.executable, "-m", "appliance.cli.main", "model", *args], env=self.env, text=True,
+    def start(self, *args: str, group: str = "model") -> subprocess.Popen[str]:
+        return subprocess.Popen([sys.executable, "-m", "appliance.cli.main", group, *args], env=self.env, text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/")
 
-    def run(self, *args: str) -> tuple[int, str, str]:
-        process = self.start(*args)
+    def run(self, *args: str, group: str = "model") -> tuple[int, str, str]:
+        process = self.start(*args, group=group)
         out, err = process.communicate(timeout=60)
         return process.returncode, out, err
 
@@ -101,6 +102,65 @@ def test_case_032_kill_at_any_moment_leaves_no_plausible_half(node: Node, tmp_pa
     _eventually(lambda: node.run(*again)[0] == 0 and not node.store.sweep() and not node.drafts())
     assert node.drafts() == []
     node.check()
+
+
+@pytest.mark.heavy
+def test_case_032_fifty_kills_of_everything_that_changes_the_store(node: Node, tmp_path: Path) -> None:
+    """add, import, verify, repair, gc: killed at a random moment. The store is valid each time, nothing that was
+    committed is lost, and a damaged model that was being repaired is still the damaged one or the whole one."""
+    node.env["APPLIANCE_WORKER_PYTHON"] = fake_python(tmp_path, FAKE_KERNELS="native,aten")
+    for name, fill in (("kept", 1), ("worn", 2), ("carried", 3)):
+        folder = source_folder(tmp_path / name, fill=fill, slices=8, pause_s=0.02)
+        assert node.run("add", str(folder), "--name", name)[0] == 0
+    bundle = tmp_path / "carried.bundle"
+    assert node.run("export", "carried", str(bundle), "--with-kernel-cache", group="bundle")[0] == 0
+    assert node.run("remove", "carried")[0] == 0
+    kept, worn = node.store.names()["kept"], node.store.names()["worn"]
+    whole = {file.name: file.read_bytes() for file in node.store.get("kept").path.iterdir()}
+    seed = random.randrange(1 << 30)
+    chance = random.Random(seed)
+    killed: dict[str, int] = {}
+    for i in range(MANY):
+        what = ("add", "import", "verify", "repair", "gc")[i % 5]
+        weights = node.store.root / "objects" / worn / "model.safetensors"
+        if what == "repair" and not node.store.verify(worn):
+            data = weights.read_bytes()
+            weights.chmod(0o644)
+            weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        if what == "gc":  # something to take away
+            orphan = node.store.names().get(f"round{i - 4}")
+            if orphan:
+                (node.store.root / "names" / f"round{i - 4}").unlink()
+        if what == "import" and "carried" in node.store.names():
+            assert node.run("remove", "carried")[0] == 0
+        source = source_folder(tmp_path / f"source{i}", fill=10 + i, slices=8, pause_s=0.02)
+        agent = {
+            "add": lambda source=source, i=i: node.start("add", str(source), "--name", f"round{i}"),
+            "import": lambda: node.start("import", str(bundle), group="bundle"),
+            "verify": lambda: node.start("verify"),
+            "repair": lambda: node.start("repair", "worn"),
+            "gc": lambda: node.start("gc", group="store"),
+        }[what]()
+        time.sleep(chance.uniform(0.15, 0.6 if what in ("verify", "gc", "import") else 1.1))
+        agent.kill()
+        agent.communicate()
+        killed[what] = killed.get(what, 0) + (agent.returncode == -signal.SIGKILL)
+        told = f"seed {seed}, round {i}, {what}"
+        for digest in node.store.digests():
+            found = node.store.verify(digest)
+            assert not found or (digest == worn and found[0].startswith("model.safetensors: contents changed")), (told, found)
+        names = node.store.names()
+        assert {"kept", "worn"} <= names.keys(), told
+        assert all(digest in node.store.digests() for digest in names.values()), told
+        assert {file.name: file.read_bytes() for file in node.store.get("kept").path.iterdir()} == whole, told
+        layout = node.store.prepared_finding(kept, contents=True)
+        assert layout is None, (told, layout)
+    assert all(count > 3 for count in killed.values()), f"most ended before they were killed: {killed}, seed {seed}"
+    _eventually(lambda: node.run("gc", group="store")[0] == 0 and not node.drafts())
+    assert node.run("repair", "worn")[0] == 0
+    assert node.run("import", str(bundle), group="bundle")[0] == 0
+    assert node.run("verify")[0] == 0
+    assert node.drafts() == []
 
 
 def test_case_032_a_living_writer_is_never_swept(node: Node, tmp_path: Path) -> None:
@@ -189,6 +249,51 @@ def test_case_032_need_is_compared_with_free_first(small_disk: Callable[[int], P
     assert node.drafts() == []
 
 
+def test_case_032_the_disk_fills_while_importing_and_repairing(small_disk: Callable[[int], Path], tmp_path: Path) -> None:
+    elsewhere = Node(tmp_path / "elsewhere", tmp_path)
+    source = source_folder(tmp_path / "source", fill=1)
+    assert elsewhere.run("add", str(source), "--name", "one")[0] == 0
+    bundle = tmp_path / "one.bundle"
+    assert elsewhere.run("export", "one", str(bundle), group="bundle")[0] == 0
+    node = Node(small_disk(HEADROOM_BYTES // MIB + 2), tmp_path)
+    assert node.run("add", str(source), "--name", "one")[0] == 0
+    big = Node(tmp_path / "big", tmp_path)
+    assert big.run("add", str(source_folder(tmp_path / "large", mode="large")), "--name", "large")[0] == 0
+    assert big.run("export", "large", str(tmp_path / "large.bundle"), group="bundle")[0] == 0
+    before = {str(p): p.read_bytes() for p in node.store.root.rglob("*") if p.is_file()}
+    code, out, err = node.run("import", str(tmp_path / "large.bundle"), group="bundle")
+    assert (code, out) == (73, "")
+    assert "too full" in err.splitlines()[-1]
+    assert {str(p): p.read_bytes() for p in node.store.root.rglob("*") if p.is_file()} == before
+    weights = node.store.get("one").path / "model.safetensors"
+    data = weights.read_bytes()
+    weights.chmod(0o644)
+    weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    ballast = node.store.root.parent / "ballast"
+    with pytest.raises(OSError), open(ballast, "wb", buffering=0) as file:  # noqa: PT011, PT012 (ENOSPC)
+        while True:
+            assert file.write(bytes(4096)) == 4096, OSError
+    for args, group in ((("repair", "one"), "model"), (("import", str(bundle)), "bundle")):
+        code, out, err = node.run(*args, group=group)
+        assert (code, out) == (73, ""), err
+        assert len([line for line in err.splitlines() if line.startswith("applianctl: ")]) == 1
+        assert node.store.verify(node.store.names()["one"])[0].startswith("model.safetensors: contents changed")
+    assert node.run("gc", group="store")[0] == 0, "cleaning needs no room"
+    ballast.unlink()
+    assert node.run("import", str(bundle), group="bundle")[0] == 0
+    node.check()
+
+
+def test_an_export_to_a_full_stick_leaves_nothing(small_disk: Callable[[int], Path], tmp_path: Path) -> None:
+    node = Node(tmp_path / "home", tmp_path)
+    assert node.run("add", str(source_folder(tmp_path / "large", mode="large")), "--name", "large")[0] == 0
+    stick = small_disk(2)
+    code, out, err = node.run("export", "large", str(stick / "large.bundle"), group="bundle")
+    assert (code, out) == (73, "")
+    assert err.splitlines()[-1] == f"applianctl: cannot write {stick}/large.bundle: the disk is full; free space there, or choose another"
+    assert list(stick.iterdir()) == []
+
+
 def test_a_full_disk_keeps_the_old_name(small_disk: Callable[[int], Path], tmp_path: Path) -> None:
     node = Node(small_disk(HEADROOM_BYTES // MIB + 6), tmp_path)
     for name, fill in (("one", 1), ("two", 2)):
@@ -259,7 +364,7 @@ def test_case_014_the_child_gets_a_clean_environment_inside_the_draft(node: Node
     code, _, _ = node.run("add", str(source), "--name", "one", "--ignore", "o_proj")
     assert code == 0
     run = json.loads(log.read_text())
-    assert run["recipe"] == {"group_size": "auto", "table_bits": "auto", "ignore": ["o_proj"]}
+    assert run["recipe"] == {"grid": "auto", "group_size": "auto", "table_bits": "auto", "ignore": ["o_proj"]}
     assert run["env"]["HF_HUB_OFFLINE"] == run["env"]["TRANSFORMERS_OFFLINE"] == "1"
     assert not {"NOTIFY_SOCKET", "APPLIANCE_HOME", "PYTHONPATH"} & run["env"].keys()
     for name in ("HOME", "TMPDIR", "HF_HOME", "XDG_CACHE_HOME"):

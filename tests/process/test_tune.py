@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,19 +11,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from appliance import measured
-from appliance.directories import Directories
+from appliance.directories import AGENT_SOCKET, Directories, sockets
 from appliance.errors import TransientError
 from appliance.measured import BANDWIDTH, CANARY, SERVED, WEIGHTS, Record, Trial
-from appliance.settings import Parsed, Settings
+from appliance.settings import Parsed, Settings, Worker
 from appliance.tune import archive, first, quiet
 from appliance.tune.child import Bench
+from appliance.tune.quiet import TimeIsUp
+from appliance.tune.requests import Target
 from appliance.tune.session import Session
 from appliance.tune.subject import Subject, read_subject
 from tests.process.conftest import Agent
@@ -174,12 +178,26 @@ def test_a_run_is_kept_and_the_plan_goes_by_it(node: Agent) -> None:
 
 
 def test_a_whole_worker_is_started_asked_and_ended(node: Agent) -> None:
-    record = session(node).run()
+    seen: set[tuple[int, int]] = set()
+    before = set(Path("/tmp").glob("appl-tune-*/worker.sock"))
+
+    def look(event: Mapping[str, Any]) -> None:
+        """Called before each repeat, while the worker lives."""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.cwd().startswith("/tmp/appl-tune-"):
+                    seen.add((process.nice(), int(Path(f"/proc/{process.pid}/oom_score_adj").read_text())))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quiet, "yielding", lambda *_, **__: look)
+        record = session(node).run()
+    assert (10, 1000) in seen  # in time and in memory the service goes first
+    assert {nice for nice, _ in seen} == {10}
     workers = [trial for trial in record.trials if trial.kind == SERVED]
     assert workers
     assert all(not trial.failure and trial.median("tok/s") > 0 and trial.median("4 streams tok/s") > 0 for trial in workers)
     assert not [process for process in node.worker_processes() if process.pid != os.getpid()]
-    assert not list(Path("/tmp").glob("appl-tune-*/worker.sock"))
+    assert set(Path("/tmp").glob("appl-tune-*/worker.sock")) <= before
 
 
 def test_a_canary_that_dies_keeps_the_safety_rule(node: Agent) -> None:
@@ -188,7 +206,7 @@ def test_a_canary_that_dies_keeps_the_safety_rule(node: Agent) -> None:
     (canary,) = record.of(CANARY)
     assert canary.failure == "SIGILL: unsafe here"
     assert not measured.canary_passed(record)
-    assert all(order["routes"] == ["own"] for order in orders(node) if order["gauge"] == "weights")
+    assert all("int4" not in order["routes"] for order in orders(node) if order["gauge"] == "weights")
     plan = json.loads(node.run("plan", "--model", "tiny", "--json").stdout)
     assert plan["rungs"][0]["quantization"]["dequant_threshold"] == 2
 
@@ -214,6 +232,29 @@ def test_an_interrupted_run_is_taken_up_where_it_stopped(node: Agent) -> None:
         assert "bandwidth" not in [order["gauge"] for order in orders(node)]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_ended_leaves_no_worker(node: Agent, number: signal.Signals) -> None:
+    def workers() -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if str(node.home) in " ".join(process.cmdline()) and "serve" in process.cmdline():
+                    found.append(process)
+        return found
+
+    code = "from appliance.tune import quiet; quiet.DISTURBED = 2.0; from appliance.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "tune", "--model", "tiny"]
+    process = subprocess.Popen(command, env=node.env(), text=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                               start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not workers() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert workers()
+    process.send_signal(number)
+    assert process.wait(timeout=30) == 128 + number
+    assert not workers()
+
+
 def test_the_time_is_kept_and_what_was_left_out_is_named(node: Agent) -> None:
     behave(node, sleep_s=0.5)
     run = session(node, budget_s=2.0)
@@ -221,6 +262,39 @@ def test_the_time_is_kept_and_what_was_left_out_is_named(node: Agent) -> None:
     run.run()
     assert time.monotonic() - began < 20
     assert any("the time is up" in what for what in run.left_out)
+
+
+SLOW = [  # name, a figure takes, a worker loads for, what is left out
+    ("a child that takes too long", {"sleep_s": 30.0}, 0.05, "the rest of "),
+    ("a worker that takes too long", {}, 300.0, "a whole worker with threads "),
+]
+
+
+@pytest.mark.parametrize(("behaviour", "load_s", "says"), [case[1:] for case in SLOW], ids=[case[0] for case in SLOW])
+def test_what_takes_too_long_is_given_up_in_time(node: Agent, monkeypatch: pytest.MonkeyPatch, behaviour: dict[str, Any], load_s: float, says: str) -> None:
+    monkeypatch.setattr("appliance.tune.session.ENDING_S", 2.0)
+    monkeypatch.setattr("appliance.tune.session.SERVED_S", 1.0)
+    behave(node, **behaviour)
+    what = subject(node)
+    slow = dataclasses.replace(what, settings=dataclasses.replace(what.settings, worker=Worker(env={"FAKE_LOAD_S": str(load_s)})))
+    run = session(node, subject=slow, budget_s=12.0, _served_s=1.0)
+    began = time.monotonic()
+    record = run.run()
+    assert time.monotonic() - began < 13
+    assert any(what.startswith(says) and "the time is up" in what for what in run.left_out), run.left_out
+    assert not any(trial.failure for trial in record.trials)  # that there was no time is no word about it
+    assert record.open_since == 0
+
+
+def test_an_answer_is_waited_for_until_the_time_is_up(agent: Agent) -> None:
+    agent.serve()
+    agent.ready()
+    agent.control("crawl", "stay")
+    for ask in (lambda target: target.stream(8, 1000, 1), lambda target: target.together(2, 8, 1000, 1)):
+        began = time.monotonic()
+        with pytest.raises(TimeIsUp):
+            ask(Target(socket=sockets(agent.runtime) / AGENT_SOCKET, model="default", ids=(10, 200), until=began + 1.5))
+        assert time.monotonic() - began < 3
 
 
 def test_two_runs_at_once_are_refused(node: Agent) -> None:
@@ -289,6 +363,64 @@ def test_a_trial_that_dies_leaves_the_service_untouched(node: Agent, mode: str) 
     behave(node, then=mode, after=1)
     record = session(node, patience_s=20.0).run()
     assert any(trial.failure for trial in record.trials)
+    after = node.status()
+    assert (after["state"], after["worker_pid"], after["restarts"]) == ("ready", before["worker_pid"], before["restarts"])
+    assert node.complete().status == 200
+
+
+def test_apply_restarts_the_service_with_what_was_measured(node: Agent) -> None:
+    behave(node, figures={"weights": {"1": 50.0, "2": 33.0}})
+    node.serve()
+    before = node.ready()
+    done = node.run("tune", "--model", "tiny", "--budget", "30", "--apply")
+    assert (done.returncode, "the service restarts with the new plan" in done.stdout) == (0, True), done.stderr
+    after = node.until(lambda status: bool(status.get("ready")) and status["worker_pid"] != before["worker_pid"])
+    assert (after["state"], after["restarts"], node.complete().status) == ("ready", before["restarts"], 200)
+    plan = json.loads(node.run("plan", "--json").stdout)
+    threads = next(choice for choice in plan["choices"] if choice["name"] == "threads")
+    assert threads["evidence"].startswith("measured: ") or len(os.sched_getaffinity(0)) == 1
+    environment = Path(f"/proc/{after['worker_pid']}/environ").read_text().split("\0")
+    assert f"OMP_NUM_THREADS={threads['value']}" in environment
+
+
+def test_apply_without_a_service_counts_at_its_next_start(node: Agent) -> None:
+    done = node.run("tune", "--model", "tiny", "--budget", "6", "--apply")
+    assert (done.returncode, "counts at its next start" in done.stdout) == (0, True), done.stderr
+
+
+WORKER = Path(__file__).parents[2] / ".venv-worker/bin/python"
+PLANTED = """
+import ctypes, mmap, sys
+page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+page.write(b"\x0f\x0b")  # ud2: no CPU has it
+import torch
+real, calls = torch.mv, []
+def mv(*args, **named):
+    calls.append(1)
+    if len(calls) > 8:
+        ctypes.CFUNCTYPE(None)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()
+    return real(*args, **named)
+torch.mv = mv
+from appliance.gauge.__main__ import main
+sys.exit(main(sys.argv[3:]))
+"""
+REAL = [("SIGILL: unsafe here", "-c \"$PLANTED\"", 8), ("memory ran out", "", 1024)]
+
+
+@pytest.mark.skipif(not WORKER.exists(), reason="needs the worker's environment")
+@pytest.mark.parametrize(("failure", "planted", "mib"), REAL, ids=["sigill", "oom"])
+def test_a_real_child_that_dies_beside_a_service(node: Agent, failure: str, planted: str, mib: int) -> None:
+    """The measuring child itself, with torch: it runs an instruction that no CPU has, or has less memory than it takes."""
+    node.serve()
+    before = node.ready()
+    script = node.home / "measuring"
+    limit = "" if planted else "ulimit -v 900000\n"
+    script.write_text(f'#!/bin/sh\n{limit}exec {WORKER} {planted} "$@"\n')
+    script.chmod(0o755)
+    order = {"gauge": "bandwidth", "threads": [1, 2], "mib": mib, "budget_s": 0.05, "env": {"PLANTED": PLANTED}}
+    found = trials(node, order, Trial(kind=BANDWIDTH, settings={}, figures={}), worker_python=str(script), silence_s=120.0)
+    assert found[-1].failure == failure
+    assert all(trial.figures for trial in found[:-1])
     after = node.status()
     assert (after["state"], after["worker_pid"], after["restarts"]) == ("ready", before["worker_pid"], before["restarts"])
     assert node.complete().status == 200

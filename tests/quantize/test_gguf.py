@@ -17,7 +17,7 @@ import numpy as np  # noqa: E402  (after the skips)
 from appliance.errors import ModelError  # noqa: E402
 from appliance.importing.gguf import open_gguf  # noqa: E402
 from appliance.importing.source import inspect  # noqa: E402
-from appliance.importing.tensors import float_rows, lattice_rows  # noqa: E402
+from appliance.importing.tensors import StoredTensor, float_rows, lattice_rows  # noqa: E402
 from appliance.quantize.checkpoint import quantize  # noqa: E402
 from appliance.quantize.layers import Recipe  # noqa: E402
 from tests.quantize.models import LLAMA, dequantized, random_tensors, read_out  # noqa: E402
@@ -162,7 +162,7 @@ def test_codes_of_a_four_bit_source_are_kept(tmp_path: Path, kind: str) -> None:
     for name, t in form.tensors.items():
         if len(t.shape) == 1:
             continue
-        codes, scale, zero = lattice_rows(t, 0, t.rows)
+        codes, scale, zero = lattice_rows(t, 0, t.rows, 4)
         # llama.cpp's own dequantization says the same as our reading of the blocks ...
         spread = (8 * scale.abs() + zero.abs()).repeat_interleave(32, 1)
         grouped = (codes.float() - 8) * scale.repeat_interleave(32, 1) + zero.repeat_interleave(32, 1)
@@ -177,7 +177,7 @@ def test_other_types_are_decoded_and_quantized(tmp_path: Path, kind: str) -> Non
     source = random_tensors(WIDE)
     write_gguf(tmp_path / "m.gguf", source, kind=kind)
     report = quantize(tmp_path / "m.gguf", tmp_path / "out", Recipe(table_bits=4), lambda e: None)
-    assert {layer["route"] for layer in report["layers"]} == {"searched"}
+    assert {layer["route"] for layer in report["layers"]} == {"min/max"}
     back = dequantized(read_out(tmp_path / "out")[1])
     for name, t in source.items():
         assert float((back[name] - t.float()).square().sum() / t.float().square().sum()) < 0.01, name
@@ -196,6 +196,27 @@ def test_the_codes_of_an_eight_bit_table_are_kept(tmp_path: Path) -> None:
     assert bool(((back - exact).abs() <= 2.0**-8 * exact.abs()).all()), "the rounding of the scale, nothing else"
 
 
+@pytest.mark.parametrize(("kind", "bits"), [("Q4_0", 4), ("Q4_1", 4), ("Q4_K", 4), ("Q5_0", 8), ("Q5_1", 8), ("Q5_K", 8),
+                                            ("Q8_0", 8), ("IQ4_NL", 8), ("IQ4_XS", 8)])
+def test_codes_and_scales_are_what_the_gguf_package_decodes(tmp_path: Path, kind: str, bits: int) -> None:
+    """Any bytes are a block: random ones reach every bit of codes, scales and offsets."""
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    rows, columns = 24, 512
+    raw = np.random.default_rng(3).integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
+    halves = 2 if kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 1
+    scales = np.random.default_rng(4).normal(0, 0.02, (rows, columns // block, halves)).astype(np.float16)
+    raw[..., : 2 * halves] = scales.view(np.uint8).reshape(rows, columns // block, 2 * halves)
+    (tmp_path / "t").write_bytes(raw.tobytes())
+    tensor = StoredTensor(name="t", file=tmp_path / "t", offset=0, bytes=raw.size, shape=(rows, columns), kind=kind)
+    codes, scale, zero = lattice_rows(tensor, 0, rows, bits)
+    assert int(codes.max()) < 1 << bits
+    ours = (codes.double().view(rows, -1, 32) - (1 << (bits - 1))) * scale.double()[..., None] + zero.double()[..., None]
+    exact = torch.tensor(gguf.quants.dequantize(raw.reshape(rows, -1), gguf.GGMLQuantizationType[kind])).double()
+    # fp32 rounds the offset once: a few of its last bits.
+    assert float((ours.flatten(1) - exact).abs().max() / exact.abs().max()) < 1e-6
+    assert torch.equal(lattice_rows(tensor, 5, 9, bits)[0], codes[5:9])
+
+
 def test_mixed_types_and_an_untied_head(tmp_path: Path) -> None:
     config = WIDE | {"tie_word_embeddings": False}
     q = "model.layers.0.self_attn.q_proj.weight"
@@ -203,7 +224,7 @@ def test_mixed_types_and_an_untied_head(tmp_path: Path) -> None:
     report = quantize(tmp_path / "m.gguf", tmp_path / "out", Recipe(table_bits=4), lambda e: None)
     routes = {layer["name"]: layer["route"] for layer in report["layers"]}
     assert routes["model.layers.0.self_attn.q_proj"] == "codes kept"
-    assert routes["model.layers.0.self_attn.k_proj"] == "searched"
+    assert routes["model.layers.0.self_attn.k_proj"] == "min/max"
     assert report["group_size"] == 32
     written, tensors = read_out(tmp_path / "out")
     assert written["tie_word_embeddings"] is False
@@ -292,16 +313,44 @@ def test_unknown_things_are_refused_by_name(tmp_path: Path) -> None:
             quantize(path, tmp_path / "out", Recipe(table_bits=4), lambda e: None)
         return caught.value.line
 
-    assert "architecture 'gemma' is not supported (supported: llama, qwen2, qwen3)" in line(arch="gemma")
+    assert "architecture 'bloom' is not supported (supported: llama, qwen2, qwen3, gemma" in line(arch="bloom")
     assert "pre-tokenizer 'viking' is not known" in line(pre="viking")
     (tmp_path / "out").rmdir()
     assert "blk.1.ffn_up.weight is missing" in line(skip=("model.layers.1.mlp.up_proj.weight",))
     assert "says 0 heads and 2 layers" in line(config=WIDE | {"num_attention_heads": 0})
-    assert "says 4 heads and 4000000000 layers" in line(config=WIDE | {"num_hidden_layers": 4_000_000_000})
+    assert "says llama.block_count = 4000000000" in line(config=WIDE | {"num_hidden_layers": 4_000_000_000})
     assert "blk.0.attn_q.weight has 64 rows, not 2 heads of 16" in line(config=WIDE | {"num_attention_heads": 2})
     assert "no single number llama.attention.head_count_kv" in line(config=WIDE | {"num_key_value_heads": [2, 2]})
     extra = source | {"model.layers.1.self_attn.q_norm.weight": torch.ones(16)}
     assert "the first is blk.1.attn_q_norm.weight" in line(tensors=extra)
+
+
+ODD = (None, [], "", "x" * 5000, -1, 0, 2**63, 1e308, float("nan"), float("inf"), True, [1, 2], ["a", "b"], [1.5] * 320, "\n")
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_metadata_of_any_kind_is_used_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    """Each field of a whole file in turn holds something else; nothing but ModelError may come of it."""
+    from appliance.importing import gguf as importer
+
+    write_gguf(tmp_path / "m.gguf", random_tensors(WIDE), model=model)
+    header = importer.read_header(tmp_path / "m.gguf")
+    more = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0, "llama.expert_count": 0, "split.count": 1,
+            "llama.attention.value_length": 16, "tokenizer.ggml.add_space_prefix": True, "tokenizer.ggml.unknown_token_id": 0,
+            "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.padding_token_id": 2}
+    refused, lines = 0, []
+    for key in {**header.fields, **more}:
+        for value in ODD:
+            fields = {**header.fields, **(more if key in more else {}), key: value}
+            odd = dataclasses.replace(header, fields={k: v for k, v in fields.items() if v is not None})
+            monkeypatch.setattr(importer, "read_header", lambda path, odd=odd: odd)
+            try:
+                importer.open_gguf(inspect(tmp_path / "m.gguf")).write_extras(tmp_path)
+            except ModelError as error:
+                refused += 1
+                lines.append(error.line)
+    assert not [line for line in lines if "\n" in line]
+    assert refused > 100
 
 
 def test_case_030_a_cut_gguf_is_one_line(tmp_path: Path) -> None:
@@ -318,6 +367,7 @@ def test_case_030_a_cut_gguf_is_one_line(tmp_path: Path) -> None:
 def test_llama3_rope_factors_become_their_scaling(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from appliance.importing.gguf import _llama3_scaling
+    from appliance.importing.gguf_architectures import Unmapped
 
     scaling = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192, "rope_theta": 500000.0}
@@ -328,11 +378,8 @@ def test_llama3_rope_factors_become_their_scaling(tmp_path: Path) -> None:
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     plain = 500000.0 ** (-torch.arange(0, 64, 2).float() / 64)
     (tmp_path / "f").write_bytes((plain / scaled).numpy().tobytes())
-    from appliance.importing.tensors import StoredTensor
-
     factors = StoredTensor(name="rope_freqs.weight", file=tmp_path / "f", offset=0, bytes=128, shape=(32,), kind="F32")
-    source = dataclasses.make_dataclass("S", ["path"])(tmp_path / "f")
-    found = _llama3_scaling(source, factors, {"head_dim": 64, "rope_theta": 500000.0})
+    found = _llama3_scaling(factors, {"head_dim": 64, "rope_theta": 500000.0})
     assert found == {k: v for k, v in scaling.items() if k != "rope_theta"}
-    with pytest.raises(ModelError, match="rope_freqs are not those"):
-        _llama3_scaling(source, factors, {"head_dim": 64, "rope_theta": 10000.0})
+    with pytest.raises(Unmapped, match="rope_freqs are not those"):
+        _llama3_scaling(factors, {"head_dim": 64, "rope_theta": 10000.0})

@@ -6,7 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from appliance.quantize.grid import dequantize, minmax, pack, unpack  # noqa: E402  (after the skip)
+import appliance.quantize.search as search_module  # noqa: E402  (after the skip)
+from appliance.quantize.grid import dequantize, minmax, pack, searched, unpack, whole_range  # noqa: E402
 
 pytestmark = pytest.mark.worker
 
@@ -102,3 +103,47 @@ def test_case_036_huge_groups_stay_finite() -> None:
     back = dequantize(codes, scale, zero)
     assert bool(torch.isfinite(back.to(torch.bfloat16)).all())
     assert float((back.double() - w.double()).abs().max()) <= 2 * largest / 15
+
+
+HARD = {
+    "normal": lambda w: w * 0.02,
+    "one value": lambda w: torch.full_like(w, 0.37),
+    "zeros": torch.zeros_like,
+    "far from zero": lambda w: w * 1e-3 + 5,
+    "an outlier": lambda w: torch.cat([w[:, :1] * 100, w[:, 1:]], dim=1),
+    "subnormal": lambda w: w * 1e-40,
+    "huge": lambda w: w / w.abs().max() * float(torch.finfo(torch.bfloat16).max),
+}
+
+
+@pytest.mark.parametrize("kind", HARD)
+@pytest.mark.parametrize("group", [32, 64, 256])
+def test_search_is_never_worse_than_minmax(kind: str, group: int) -> None:
+    w = HARD[kind](torch.randn(40, 512, generator=torch.Generator().manual_seed(2)))
+    plain, found = (dequantize(*quantize(w, group)).double() for quantize in (minmax, searched))
+    assert bool(torch.isfinite(found.to(torch.bfloat16)).all())
+    errors = [(part - w.double()).view(-1, group).square().sum(-1) for part in (plain, found)]
+    # Sums of float32 decide; what they cannot tell apart may differ by their rounding.
+    assert bool((errors[1] <= errors[0] * 1.001 + 1e-60).all())
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_search_on_normal_weights(group: int) -> None:
+    """Narrower ranges and least squares win at least 0.7 dB where nothing stands out."""
+    w = torch.randn(256, 512, generator=torch.Generator().manual_seed(3))
+    gain = snr_db(w, dequantize(*searched(w, group))) - snr_db(w, dequantize(*minmax(w, group)))
+    assert gain > 0.7
+
+
+@pytest.mark.parametrize("kind", HARD)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_native_search_gives_the_bits_of_torch(kind: str, bits: int) -> None:
+    if search_module._native() is None:
+        pytest.skip("no native library here")
+    groups = HARD[kind](torch.randn(333, 64, generator=torch.Generator().manual_seed(4)))
+    scale, zero = (part.float() for part in whole_range(groups, bits))
+    others = scale.clone(), zero.clone()
+    search_module.search(groups, scale, zero, bits)
+    search_module._search(groups, *others, bits)
+    assert torch.equal(scale, others[0])
+    assert torch.equal(zero, others[1])

@@ -11,7 +11,15 @@ import pytest
 from appliance.errors import ModelError, UsageError
 from appliance.importing.tensors import StoredTensor
 from appliance.quantize.format import parse_config
-from appliance.quantize.layers import LayerPlan, Recipe, parse_recipe, plan_layers
+from appliance.quantize.layers import (
+    LayerPlan,
+    Recipe,
+    architecture_refusal,
+    is_head,
+    is_table,
+    parse_recipe,
+    plan_layers,
+)
 from tests.quantize.models import LLAMA, shapes
 
 LAYER = "model.layers.0"
@@ -151,6 +159,47 @@ def test_what_is_not_a_linear_of_the_transformer() -> None:
     conv1d = {"transformer.wte.weight": [64, 64], "transformer.h.0.attn.c_attn.weight": [64, 192]}
     gpt2 = plan(conv1d, Recipe(table_bits=4), model_type="gpt2")
     assert reason(gpt2, "transformer.h.0.attn.c_attn").startswith("stored transposed")
+
+
+@pytest.mark.parametrize(("config", "words"), [
+    ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, None),
+    ({"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}, None),
+    ({"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}, None),
+    ({"architectures": ["BaichuanForCausalLM"], "model_type": "baichuan"}, "until version 0.23.0"),
+    ({"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}, "not a model of text alone"),
+    ({"architectures": ["BertForSequenceClassification"]}, "not a model of text alone"),
+    ({"architectures": ["SomethingForCausalLM"]}, "knows no architecture SomethingForCausalLM"),
+    ({"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2"}, "code in its own folder"),
+    ({}, "knows no architecture ?"),
+])
+def test_architectures_that_vllm_does_not_serve_are_refused(config: dict[str, Any], words: str | None) -> None:
+    found = architecture_refusal(config)
+    assert (found is None) == (words is None)
+    if words:
+        assert words in (found or "")
+
+
+def test_a_table_that_vllm_reads_itself_stays() -> None:
+    p = plan(shapes(), Recipe(table_bits=8), architectures=["K2HorizonForCausalLM"])
+    assert reason(p, "model.embed_tokens") == "vLLM reads this model's table as it is"
+    assert (p.config.quantize_embedding, p.config.stored_table_bits) == (False, 16)
+    kept = plan(shapes(), architectures=["MuseGlimmerForCausalLM"])
+    assert reason(kept, f"{LAYER}.self_attn.o_proj") == "vLLM computes it in bf16"
+
+
+@pytest.mark.parametrize(("name", "table", "head"), [
+    ("model.embed_tokens.weight", True, False), ("lm_head.weight", True, True), ("gpt_neox.embed_in.weight", True, False),
+    ("embed_out.weight", True, True), ("transformer.wte.weight", True, False), ("model.layers.0.embeddings.weight", False, False),
+    ("model.embed_tokens.bias", False, False), ("embed_tokens", False, False),
+])
+def test_what_is_a_table(name: str, table: bool, head: bool) -> None:
+    assert (is_table(name), is_head(name)) == (table, head)
+
+
+def test_experts_in_one_tensor_are_told_as_experts() -> None:
+    p = plan(shapes() | {f"{LAYER}.block_sparse_moe.input_linear.weight": [8, 64, 64]}, num_local_experts=8)
+    assert p.experts == 8
+    assert reason(p, f"{LAYER}.block_sparse_moe.input_linear") == "expert weights are not quantized"
 
 
 def test_nothing_to_quantize_is_refused() -> None:

@@ -215,7 +215,7 @@ def test_corrupt_weights_are_named(running: Service) -> None:
     assert not found["ready"]
     assert "model.safetensors" in found["sentence"]
     times.record(case="corrupt weights, no second copy", fault="damaged", sentence=found["sentence"], detected_s=time.monotonic() - began)
-    assert running.ask()[0] == 503
+    assert running.ask()[0] in (0, 503)  # a damaged model without its source is given up: exit code 65
 
 
 def test_flooded_log_loses_no_fault(running: Service) -> None:

@@ -9,16 +9,16 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "appliance"
 LAYERS = {
-    1: ("errors", "facts", "settings", "quantize.format", "prepared"),
+    1: ("errors", "facts", "parsers", "readers", "settings", "quantize.format", "prepared", "pieces"),
     2: ("plan", "ladder", "measured", "tuning", "refusal", "threads", "budget", "fitting", "launch", "vitals", "faults", "recovery", "trial", "metrics", "symptoms", "doctor", "scrub"),
-    3: ("probe", "store", "manifest", "disk", "keys", "directories", "digests", "identity", "importing", "report", "record", "configfile", "client", "unit"),
-    4: ("quantize", "supervisor", "status", "jobs", "library", "node", "front", "board", "provision", "bundle", "checkup", "tune"),
+    3: ("probe", "store", "draft", "laidout", "patrol", "manifest", "disk", "keys", "directories", "digests", "identity", "importing", "sources", "hub", "report", "record", "configfile", "client", "unit"),
+    4: ("quantize", "evaluate", "supervisor", "status", "jobs", "library", "repair", "airgap", "inventory", "delivery", "verdict", "node", "front", "board", "provision", "bundle", "checkup", "tune"),
     5: ("cli",),
 }
 EDGE_B = ("vllm_plugin", "kernels", "worker", "gauge")
-EDGE_B_MAY = ("errors", "quantize.format", "prepared", "report", "importing", "kernels", "vllm_plugin", "worker", "gauge")
+EDGE_B_MAY = ("errors", "quantize.format", "prepared", "pieces", "report", "importing", "kernels", "vllm_plugin", "worker", "gauge")
 PURE_MAY_NOT = {"os", "subprocess", "socket", "time", "pathlib", "shutil", "tempfile", "threading", "random", "psutil"}
-HEAVY = {"torch", "vllm", "numpy", "transformers", "safetensors", "gguf", "tokenizers", "pydantic", "asyncio", "aiohttp"}
+HEAVY = {"torch", "vllm", "numpy", "transformers", "safetensors", "gguf", "tokenizers", "huggingface_hub", "httpx2", "pydantic", "asyncio", "aiohttp"}
 FRONT_MAY = {"asyncio", "aiohttp"}
 """The front door is their only user, and is imported in functions only, where the agent starts: they cost 15 MB."""
 FILES = sorted(PACKAGE.rglob("*.py"))

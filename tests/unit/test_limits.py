@@ -32,8 +32,15 @@ def test_case_046_a_limit_that_moved_is_named(change: dict[str, object], says: s
     ("strain", "before", "says"),
     [
         ({}, None, ""),
-        ({"throttled_share": 0.1, "stalled_percent": 3.0}, {}, ""),
-        ({"throttled_share": 0.5}, {}, "the CPU quota slows the service down in 50% of its periods"),
+        ({"periods": ((1000, 900),), "stalled_percent": 3.0}, None, ""),
+        ({"periods": ((1000, 900),)}, {"periods": ((850, 890),)}, ""),  # it was throttled once, it is not now
+        ({"periods": ((1000, 100),)}, {"periods": ((850, 25),)}, "the CPU quota slows the service down in 50% of its periods"),
+        ({"periods": ((1000, 0), (90, 80))}, {"periods": ((850, 0), (30, 20))}, "in 100% of its periods"),
+        ({"periods": ((20, 20),)}, {"periods": ((0, 0),)}, ""),  # too few to tell
+        ({"periods": ()}, {"periods": ((850, 25),)}, ""),
+        ({"too_hot": 12}, {"too_hot": 12}, ""),
+        ({"too_hot": 15}, {"too_hot": 12}, "the CPU is too hot: it lowered its clock 3 times just now"),
+        ({"too_hot": 15}, {}, ""),
         ({"stalled_percent": 40.0}, {}, "memory is short"),
         ({"oom_kills": 1}, {}, "killed a process"),
         ({"oom_kills": 1}, {"oom_kills": 1}, ""),

@@ -19,7 +19,8 @@ from appliance.plan import Plan, make_plan
 from appliance.probe.host import read_host
 from appliance.settings import Cpu, Settings
 from appliance.threads import candidates, choose_threads
-from appliance.tune import charts
+from appliance.tune import archive, charts, orders
+from appliance.tune.subject import Subject
 from tests.unit import golden_plans
 from tests.unit.golden_plans import HOSTS, PLACES, with_ceiling
 
@@ -102,6 +103,25 @@ def test_microcode_makes_them_stale_and_free_memory_does_not() -> None:
     assert measured.changes(before, measured.inputs(HOST, microcode="0x2")) == ("microcode was 0x1, is 0x2",)
     less = dataclasses.replace(HOST, memory=dataclasses.replace(HOST.memory, available_bytes=1, used_bytes=1))
     assert measured.changes(before, measured.inputs(less, microcode="0x1")) == ()
+
+
+UPGRADES = [  # name, figure before and after, what differs in the host, lost
+    ("as fast", 40, 39, {"kernel": "6.2.0"}, ""),
+    ("slower", 40, 30, {"kernel": "6.2.0"}, "slower since kernel was 6.1.0, is 6.2.0: weights, threads 6, route own: 40.4 -> 30.3 tok/s, 25 % slower"),
+    ("fewer CPUs are no upgrade", 40, 20, {"kernel": "6.2.0", "CPUs": "0-1"}, ""),
+    ("nothing changed", 40, 20, {}, ""),
+    ("disturbed", 40, 0, {"kernel": "6.2.0"}, ""),
+]
+
+
+@pytest.mark.parametrize(("name", "then", "now", "changed", "lost"), UPGRADES, ids=[case[0] for case in UPGRADES])
+def test_what_an_upgrade_has_lost_is_said(tmp_path: Path, name: str, then: float, now: float, changed: dict[str, str], lost: str) -> None:
+    earlier = record(threads(6, then))
+    archive.save(tmp_path, earlier)
+    after = dataclasses.replace(record(threads(6, now) if now else threads(6, 20, disturbed=0.5)), inputs={**earlier.inputs, **changed})
+    archive.save(tmp_path, after)
+    assert archive.lost(tmp_path, after, loss_pct=10.0) == lost
+    assert archive.lost(tmp_path, after, loss_pct=30.0) == ""
 
 
 # ---- threads --------------------------------------------------------------------------------------------------------
@@ -243,6 +263,83 @@ def test_a_measured_batch_never_costs_context() -> None:
         with_it, without = planned(far, host), planned(None, host)
         if without.refused is None:
             assert with_it.full.context == without.full.context
+
+
+def test_compiling_is_left_where_it_was_measured_to_be_slower() -> None:
+    gemma = golden_plans.load_model(next((golden_plans.PLANS / "models").glob("*.json")))
+    model = dataclasses.replace(gemma, architecture="Gemma2ForCausalLM", digest=MODEL.digest)
+
+    def plan(*trials: Trial, **settings: Any) -> Plan:
+        return make_plan(HOST, model, Settings(**settings), PLACES, measured=record(*trials))
+
+    slower, faster = (record_of_compiling(on=on, off=off) for on, off in ((20, 40), (40, 20)))
+    assert "--enforce-eager" not in plan().full.argv
+    assert "--enforce-eager" in plan(*slower).full.argv
+    assert chosen(plan(*slower), "compile").evidence == "measured: off: 40.0 tok/s, prompts 100 tok/s, on: 20.0 tok/s, prompts 100 tok/s"
+    assert "--enforce-eager" not in plan(*faster).full.argv
+    assert "--enforce-eager" not in plan(*slower, compile=True).full.argv  # the operator's word wins
+    assert "--enforce-eager" in plan(*faster, compile=False).full.argv
+
+
+def record_of_compiling(*, on: float, off: float) -> tuple[Trial, ...]:
+    return worker(on, compile=True), worker(off, compile=False)
+
+
+def gemm_route(route: str, kernel: str = "native", **figures: float) -> Trial:
+    return trial(WEIGHTS, {"threads": 16, "kernel": kernel, "variant": "", "route": route}, **figures)
+
+
+AMX = with_ceiling(read_host(HOSTS / "spr-amx"), 16 * GIB)
+TYPES = [  # name, bf16 and fp32 prompt figures, the variable
+    ("nothing measured", (), None), ("bf16 is faster", (300, 100), None), ("as fast", (100, 102), None), ("fp32 is faster", (100, 180), "fp32"),
+]
+
+
+@pytest.mark.parametrize(("name", "speeds", "want"), TYPES, ids=[case[0] for case in TYPES])
+def test_the_type_of_the_library_gemm(name: str, speeds: tuple[float, ...], want: str | None) -> None:
+    found = record(*(gemm_route(route, "aten", prompt=speed) for route, speed in zip(("bf16", "fp32"), speeds, strict=False)))
+    plan = planned(found, AMX, kernel="aten")
+    assert plan.full.env.get("APPLIANCE_GEMM") == want
+    assert chosen(plan, "kernel, many rows").value.startswith(f"dequantize to {want or 'bf16'} ")
+    assert "APPLIANCE_GEMM" not in planned(found, with_ceiling(read_host(HOSTS / "avx2-vm"), 16 * GIB), kernel="aten").full.env
+
+
+OVERTAKES = [  # name, own, library, rows
+    ("from the start", {"r8": 100, "r64": 200, "prompt": 300}, {"r8": 200, "r64": 400, "prompt": 900}, "8"),
+    ("for many rows", {"r8": 100, "r64": 200, "prompt": 300}, {"r8": 50, "r64": 400, "prompt": 900}, "64"),
+    ("not clearly", {"r8": 100, "r64": 200, "prompt": 300}, {"r8": 50, "r64": 204, "prompt": 900}, "256"),
+    ("never", {"r8": 100, "r64": 200, "prompt": 300}, {"r8": 500, "r64": 400, "prompt": 290}, "0"),
+]
+
+
+@pytest.mark.parametrize(("name", "own", "library", "rows"), OVERTAKES, ids=[case[0] for case in OVERTAKES])
+def test_rows_from_which_an_amx_host_takes_the_library(name: str, own: dict[str, float], library: dict[str, float], rows: str) -> None:
+    found = record(gemm_route("own", **own), gemm_route("bf16", **library))
+    plan = planned(found, AMX)
+    assert plan.full.env["APPLIANCE_LIBRARY_ROWS"] == rows
+    assert ("library GEMM in bf16" in chosen(plan, "kernel, many rows").reason) == (rows != "0")
+    assert "APPLIANCE_LIBRARY_ROWS" not in planned(found).full.env  # no AMX here
+    assert "APPLIANCE_LIBRARY_ROWS" not in planned(record(gemm_route("own", **own)), AMX).full.env
+    assert "from 64 rows on" in chosen(planned(None, AMX), "kernel, many rows").reason
+
+
+ROUTES = [  # name, host, kernel, canary, full, routes of each order
+    ("the native kernel has its own way", HOST, "native", False, False, []),
+    ("unless everything is wanted", HOST, "native", False, True, [("own", "fp32")]),
+    ("or tiles may beat it", AMX, "native", False, False, [("own", "bf16", "fp32")]),
+    ("torch's kernel without bf16", HOST, "aten", False, False, []),
+    ("with bf16", AMX, "aten", False, False, [("own", "bf16", "fp32")]),
+    ("and a canary: what may die goes alone", AMX, "aten", True, False, [("own", "bf16", "fp32"), ("int4",)]),
+]
+
+
+@pytest.mark.parametrize(("name", "host", "kernel", "canary", "full", "want"), ROUTES, ids=[case[0] for case in ROUTES])
+def test_ways_for_many_rows_are_tried_where_the_plan_goes_by_them(name: str, host: Any, kernel: str, canary: bool, full: bool, want: list[Any]) -> None:
+    what = Subject(host=host, here=host, model=dataclasses.replace(MODEL, kept=()), settings=Settings(), kernels=("native", "aten"), kernel=kernel, stored=Path("/x"), prepared=None, trial=None)
+    found = list(orders.routes(what, canary=canary, full=full, budget_s=0.1))
+    assert [tuple(order["routes"]) for order, _ in found] == want
+    rows = {row for order, _ in found for row in order["rows"]}
+    assert not found or {1, 256} <= rows  # `own` replaces the trial of threads, which has these
 
 
 def aten(route: str, **figures: float) -> Trial:

@@ -53,7 +53,7 @@ def test_add_list_show_use_remove(operator: Operator, tmp_path: Path) -> None:
     assert operator.run("use", "tiny-model").stdout == "tiny-model: in use already\n"
 
     head, one, two = operator.run("list").stdout.splitlines()
-    assert head.split() == ["NAME", "SIZE", "WEIGHTS", "BITS", "GROUP", "ADDED", "DIGEST"]
+    assert head.split() == ["NAME", "SIZE", "WEIGHTS", "BITS", "GROUP", "ADDED", "DIGEST", "SOURCE"]
     assert one.startswith("   b  ")
     assert two.startswith("*  tiny-model  ")
     assert len({line.index(" KiB") for line in (one, two)}) == 1
@@ -91,7 +91,7 @@ def test_weights_are_laid_out_once_and_go_with_their_model(tmp_path: Path) -> No
     (folder / "weights.bin").chmod(0o644)
     with open(folder / "weights.bin", "r+b") as file:
         file.write(b"x")
-    with pytest.raises(StoreError, match="damaged: a, b"):
+    with pytest.raises(ModelError, match="damaged: a, b"):
         operator.run("verify")
     (folder / "index.json").chmod(0o644)
     (folder / "index.json").write_text("{}")
@@ -142,7 +142,7 @@ def test_verify_names_the_damaged_file_and_goes_on(operator: Operator, tmp_path:
     with open(file, "r+b") as weights:
         weights.seek(1000)
         weights.write(b"\xff\x00\xff")
-    with pytest.raises(StoreError, match="damaged: one; run `applianctl model remove one --force`"):
+    with pytest.raises(ModelError, match="damaged: one; run `applianctl model repair one`"):
         operator.run("verify")
     result = CliRunner().invoke(model, ["verify"], obj=Application(env=operator.env))
     one, two = result.stdout.splitlines()
@@ -152,7 +152,7 @@ def test_verify_names_the_damaged_file_and_goes_on(operator: Operator, tmp_path:
     listed = operator.run("list")
     assert listed.stdout.splitlines()[1].split()[:4] == ["one", "?", "?", "?"]
     assert listed.stderr == "one: damaged: model.safetensors: No such file or directory\n"
-    with pytest.raises(StoreError, match=r"'one' is damaged: model.safetensors: No such file"):
+    with pytest.raises(ModelError, match=r"'one' is damaged: model.safetensors: No such file"):
         operator.run("show", "one")
 
 
@@ -206,7 +206,7 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 def test_the_group_has_a_help_line_for_each_command() -> None:
     context = click.Context(model)
-    assert model.list_commands(context) == ["add", "list", "remove", "show", "use", "verify"]
+    assert model.list_commands(context) == ["add", "list", "remove", "repair", "show", "use", "verify"]
     assert all(command.get_short_help_str() for command in model.commands.values())
 
 

@@ -58,6 +58,11 @@ def test_a_plain_llama(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("config", "expected"), [
     ({"num_key_value_heads": ...}, {"kv_heads": 4}),
+    ({"num_key_value_heads": ..., "multi_query": True}, {"kv_heads": 1}),
+    ({"num_key_value_heads": ..., "multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 2}, {"kv_heads": 2}),
+    ({"intermediate_size": ..., "model_type": "bloom"}, {"intermediate_size": 256}),
+    ({"intermediate_size": ..., "n_inner": None, "model_type": "gpt2"}, {"intermediate_size": 256}),
+    ({"intermediate_size": ..., "ffn_hidden_size": 96, "model_type": "falcon"}, {"intermediate_size": 96}),
     ({"head_dim": 32}, {"head_dim": 32}),
     ({"head_dim": None}, {"head_dim": 16}),
     ({"sliding_window": 128, "architectures": ["MistralForCausalLM"]}, {"sliding_window": 128, "sliding_layers": 2}),

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from appliance.budget import GIB, MIB, kv_bytes_per_token, peak
+from appliance import budget
+from appliance.budget import GIB, MIB, Shape, kv_bytes_per_token, peak
 from appliance.directories import MAX_SOCKET_DIRECTORY
 from appliance.errors import ConfigError
 from appliance.facts import Core, CpuQuota, HostFacts, KernelTrial, ModelFacts, NumaNode, TopologyFacts
@@ -21,7 +22,7 @@ from tests.unit import golden_plans
 from tests.unit.golden_plans import HOSTS, PLACES, PLANS, with_ceiling
 
 MODELS = golden_plans.models()
-SMOLLM2 = MODELS["smollm2"]
+SMOLLM2, LLAMA_1B = MODELS["smollm2"], MODELS["llama-1b"]
 HOST = with_ceiling(read_host(HOSTS / golden_plans.HOST), 16 * GIB)
 FOLDERS = sorted(path for path in HOSTS.iterdir() if (path / "expect.json").exists())
 
@@ -310,6 +311,39 @@ def test_native_rungs_map_the_prepared_weights_and_no_other_does() -> None:
         native = rung.quantization["kernel"] == "native"
         assert rung.env.get("APPLIANCE_PREPARED") == ("/store/prepared/x" if native else None), rung.id
         assert rung.env["APPLIANCE_PLANNED_KERNEL"] == ("aten" if rung.id == "aten" else "native")
+
+
+def test_the_aten_rung_has_room_to_pack_its_weights_or_is_not_there() -> None:
+    """`full` maps the weights; torch's kernel packs them in memory, which takes a multiple of the largest layer."""
+    without, smaller, whole = set(), set(), set()
+    for mib in range(1500, 4500, 50):
+        places = dataclasses.replace(PLACES, prepared="/store/prepared/x")
+        plan = make_plan(with_ceiling(HOST, mib << 20), LLAMA_1B, Settings(), places)
+        if plan.refused:
+            continue
+        rung = next((rung for rung in plan.rungs if rung.id == "aten"), None)
+        (without if rung is None else smaller if rung.kv_bytes < plan.full.kv_bytes else whole).add(mib)
+        if rung is not None:
+            batch = int(rung.argv[rung.argv.index("--max-num-batched-tokens") + 1])
+            shape = Shape(context=rung.context, sequences=1, batch_tokens=batch, running=rung.running, compile=False)
+            lines = budget.items(LLAMA_1B, shape, block=32, gemm_bytes=4, mapped=False)
+            lines = [dataclasses.replace(line, bytes=rung.kv_bytes) if line.item == "key/value cache" else line for line in lines]
+            assert budget.peak(lines)[1] <= (plan.usable_bytes or 0)
+    assert without
+    assert whole
+    assert max(without) < min(whole)
+
+
+def test_a_higher_ceiling_is_not_praised_where_a_numa_node_is_the_bound() -> None:
+    bound = 0
+    for name in ("two-nodes", "memory-only-node", "node-holes", "broadwell-two-sockets"):
+        for model in golden_plans.models().values():
+            plan = make_plan(read_host(HOSTS / name), model, Settings(), PLACES)
+            chosen = {choice.name: choice for choice in plan.choices}
+            if not plan.refused and chosen["memory ceiling"].evidence.startswith("NUMA node"):
+                bound += 1
+                assert "with 1 GiB more" not in chosen
+    assert bound
 
 
 def test_the_lowered_rung_lowers_the_native_kernel_as_well() -> None:

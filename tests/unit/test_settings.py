@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.errors import ConfigError
-from appliance.settings import KEYS, Settings, env_name, overlay, parse, parse_size
+from appliance.readers import parse_size
+from appliance.settings import KEYS, Settings, env_name, overlay, parse
 
 EMPTY = parse("")
 

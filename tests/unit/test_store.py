@@ -35,7 +35,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def tree(store: Store) -> set[str]:
-    return {str(p.relative_to(store.root)) for p in store.root.rglob("*") if not p.is_dir()}
+    return {str(p.relative_to(store.root)) for p in store.root.rglob("*") if not p.is_dir()} - {"schema"}
 
 
 def test_put_and_get(store: Store) -> None:
@@ -95,7 +95,7 @@ def test_a_damaged_object_is_replaced_by_a_second_put(store: Store) -> None:
     file.unlink()
     file.write_bytes(b"short")
     assert not store.has(digest)
-    with pytest.raises(StoreError, match=r"'one' is damaged: model.safetensors: 5 bytes, recorded 7"):
+    with pytest.raises(ModelError, match=r"'one' is damaged: model.safetensors: 5 bytes, recorded 7; .* repair one`"):
         store.get("one")
     put(store, "a", "one")
     assert store.has(digest)
@@ -129,9 +129,13 @@ def flip(path: Path) -> None:
     (lambda o: os.truncate(o / "manifest.json", 20), "manifest.json: not readable as JSON"),
     (lambda o: edit(o, source_digest="b"), "manifest.json: its source and recipe do not belong to this digest"),
     (lambda o: edit(o, files={"../../x": {"bytes": 1, "sha256": ""}}), "manifest.json: the entry of ../../x is wrong"),
+    (lambda o: edit(o, files={"x": {"bytes": True, "sha256": ""}}), "manifest.json: the entry of x is wrong"),
+    (lambda o: edit(o, files={"x": {"bytes": 17 << 20, "sha256": "", "pieces": [""]}}), "manifest.json: the entry of x"),
     (lambda o: edit(o, schema=2), "manifest.json: schema 2 is not 1"),
+    (lambda o: swap(o / "manifest.json", b"2026-01-01", b"2026-01-02"), "manifest.json: its checksum is wrong"),
+    (lambda o: swap(o / "manifest.json", b'"checksum"', b'"checksun"'), "manifest.json: its checksum is missing"),
     (lambda o: edit(o, files=None), "manifest.json: `files` is missing or wrong"),
-], ids=["flipped bit", "gone", "empty", "no manifest", "cut manifest", "foreign", "escape", "schema", "no files"])
+], ids=["flipped bit", "gone", "empty", "no manifest", "cut manifest", "foreign", "escape", "bool", "pieces", "schema", "one byte", "no checksum", "no files"])
 def test_verify_names_the_damaged_file(store: Store, damage: Callable[[Path], None], finding: str) -> None:
     digest = put(store, "a", "one")
     put(store, "b", "two")
@@ -147,7 +151,14 @@ def edit(folder: Path, **changes: object) -> None:
     path = folder / "manifest.json"
     said = json.loads(path.read_text())
     path.chmod(0o644)
-    path.write_text(json.dumps({**said, **changes}))
+    path.write_text(manifest.text({**said, **changes}))
+
+
+def swap(path: Path, old: bytes, new: bytes) -> None:
+    data = path.read_bytes()
+    assert data.count(old) == 1
+    path.chmod(0o644)
+    path.write_bytes(data.replace(old, new))
 
 
 def test_remove_keeps_what_another_name_needs(store: Store) -> None:
@@ -307,3 +318,38 @@ def test_a_damaged_layout_is_found(store: Store, file: str, content: bytes, quic
     assert (found is None) is (quick is None)
     assert quick is None or quick in str(found)
     assert full in str(store.prepared_finding(one, contents=True))
+
+
+def test_a_replacement_takes_the_place_of_what_looks_whole(store: Store) -> None:
+    digest = put(store, "a", "one")
+    flip(store.get("one").path / "model.safetensors")
+    assert store.has(digest), "sizes do not tell"
+    put(store, "a", "one")
+    assert store.verify(digest), "and so a second put keeps it"
+    with store.begin(digest) as draft:
+        (draft.folder / "config.json").write_text("{}")
+        (draft.folder / "model.safetensors").write_bytes(b"weights")
+        store.commit(draft, source="a", source_digest="a", recipe=RECIPE, report={}, created="", replace=True)
+    assert store.verify(digest) == []
+    assert list((store.root / "tmp").iterdir()) == []
+
+
+def test_an_adopted_draft_brings_its_own_manifest(store: Store, tmp_path: Path) -> None:
+    digest = put(store, "a", "one")
+    other = Store(tmp_path / "other")
+
+    def adopt(key: str, leave_out: str = "") -> None:
+        with other.begin(key) as draft:
+            for file in store.get("one").path.iterdir():
+                if file.name != leave_out:
+                    (draft.folder / file.name).write_bytes(file.read_bytes())
+            other.adopt(draft, name="x")
+
+    for leave_out in ("manifest.json", "config.json"):
+        with pytest.raises(ModelError, match=f"is not stored: {leave_out}: No such file"):
+            adopt(digest, leave_out)
+    with pytest.raises(ModelError, match="it belongs to another model"):
+        adopt("0" * 64)
+    assert tree(other) == set()
+    adopt(digest)
+    assert tree(other) - {"names/x"} == tree(store) - {"names/one"}

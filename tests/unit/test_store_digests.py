@@ -100,3 +100,46 @@ def test_a_file_that_vanishes_is_one_line(folder: Path, tmp_path: Path) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"tokenizer.json cannot be read: No such file"):
         source_digest(source, cache=tmp_path / "digests.json", now=LATER, on_progress=lambda done, total: None)
+
+
+def test_two_models_of_one_shape_with_the_same_times_are_told_apart(folder: Path, tmp_path: Path) -> None:
+    """A stick without true times, mounted again with another model: same path, size, times, inode. Only contents tell."""
+    cache = tmp_path / "digests.json"
+    first = look(folder, cache)
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + b"\x07")
+    other = look(folder, tmp_path / "none.json")
+    assert other != first
+    entries = json.loads(cache.read_text())
+    stamp = entries[str(file)][0]
+    now = "-".join([*look_stamp(file).split("-")[:-1], stamp.split("-")[-1]])  # as if size, times and inode had not moved
+    entries[str(file)][0] = now
+    cache.write_text(json.dumps(entries))
+    assert look(folder, cache) == other
+
+
+def look_stamp(file: Path) -> str:
+    from appliance.digests import _stamp
+
+    return _stamp(file)[0]
+
+
+@pytest.mark.parametrize(("when", "now", "kept"), [(1, 1_700_000_000.0, True), (4_000_000_000, 1_700_000_000.0, False), (1, 0.0, False)])
+def test_lying_clocks_cost_time_only(folder: Path, tmp_path: Path, when: int, now: float, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files from 1970 or from the future, and a clock that stands at 1970: never a digest of other contents."""
+    from appliance import digests
+
+    real = digests._stamp
+    monkeypatch.setattr(digests, "_stamp", lambda file: (real(file)[0], when * 1_000_000_000))
+    cache = tmp_path / "digests.json"
+    first = look(folder, cache, now=now)
+    assert cache.exists() is kept
+    assert look(folder, cache, now=now) == first
+    (folder / "tokenizer.json").write_text("[]")
+    assert look(folder, cache, now=now) != first
+
+
+def test_nothing_is_remembered_without_a_place(folder: Path, tmp_path: Path) -> None:
+    first = source_digest(inspect(folder), cache=None, now=LATER, on_progress=lambda done, total: None)
+    assert first == look(folder, tmp_path / "digests.json")

@@ -42,6 +42,14 @@ def test_v2(tmp_path: Path) -> None:
     assert (found.throttled_share, found.stalled_percent, found.high_bytes, found.oom_kills) == (0.35, 62.5, 3221225472, 2)
 
 
+def test_what_changes_between_two_looks(tmp_path: Path) -> None:
+    heat = {f"sys/devices/system/cpu/cpu{cpu}/thermal_throttle/{name}_throttle_count": f"{count}\n"
+            for cpu, name, count in ((0, "core", 3), (0, "package", 9), (1, "core", 4), (1, "package", 9))}
+    found = read_strain(tree(tmp_path, {**V2, **heat}), pid=77)
+    assert (found.periods, found.too_hot) == (((1000, 350), (100, 100)), 16)
+    assert read_strain(tree(tmp_path / "none", V1), pid=77).too_hot is None
+
+
 def test_v1(tmp_path: Path) -> None:
     found = read_strain(tree(tmp_path, V1), pid=77)
     assert (found.throttled_share, found.stalled_percent, found.high_bytes, found.oom_kills) == (0.01, 1.25, None, 3)

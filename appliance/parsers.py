@@ -1,0 +1,113 @@
+"""PURE: which of vLLM's parsers reads a model's tool calls and which its thinking, by the marks of its chat template.
+
+A model writes a tool call in the words of its family, and its chat template holds these words. Does not read the
+template: `marks(text)` finds what counts, `choose` decides. Rules: a mark is a word that the parser itself looks for (a
+test compares with vLLM's source); the first row whose marks are all there wins, so special forms stand before the
+general `<tool_call>`; no row, no parser: structured output and named tools then still work, free choice does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+AUTO, NONE = "auto", "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """`marks`: all stand in the template. `classes`: beginnings of the architecture's class; empty: any."""
+
+    parser: str
+    marks: tuple[str, ...]
+    classes: tuple[str, ...] = ()
+
+
+TOOLS = (
+    Row(parser="lfm2", marks=("<|tool_call_start|>",)),
+    Row(parser="functiongemma", marks=("<start_function_call>",)),
+    Row(parser="gemma4", marks=("<|tool_call>",)),
+    Row(parser="apertus", marks=("<|tools_prefix|>",)),
+    Row(parser="seed_oss", marks=("<seed:tool_call>",)),
+    Row(parser="deepseek_v3", marks=("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>")),
+    Row(parser="mistral", marks=("[TOOL_CALLS]",)),
+    Row(parser="internlm", marks=("<|action_start|>", "<|plugin|>")),
+    Row(parser="olmo3", marks=("<function_calls>",), classes=("Olmo",)),
+    Row(parser="granite", marks=("<|tool_call|>",), classes=("Granite",)),
+    Row(parser="phi4_mini_json", marks=("functools",), classes=("Phi",)),
+    Row(parser="granite4", marks=("<tool_call>",), classes=("Granite",)),
+    Row(parser="glm45", marks=("<tool_call>", "<arg_key>")),
+    Row(parser="qwen3_xml", marks=("<tool_call>", "<function=")),
+    Row(parser="hermes", marks=("<tool_call>",)),
+    Row(parser="llama3_json", marks=("dictionary of argument name and its value",), classes=("Llama",)),
+    Row(parser="llama3_json", marks=("<|python_tag|>",), classes=("Llama",)),
+)
+REASONING = (
+    Row(parser="gemma4", marks=("<|channel>",), classes=("Gemma4",)),
+    Row(parser="mistral", marks=("[THINK]",)),
+    Row(parser="deepseek_r1", marks=("<think>", "<｜Assistant｜>")),
+    Row(parser="granite", marks=("Here is my thought process",), classes=("Granite",)),
+    Row(parser="olmo3", marks=("<think>",), classes=("Olmo3",)),
+    Row(parser="glm45", marks=("<think>",), classes=("Glm4",)),
+    Row(parser="seed_oss", marks=("<seed:think>",)),
+    Row(parser="qwen3", marks=("<think>",), classes=("Qwen3",)),
+)
+MARKS = tuple(dict.fromkeys(mark for row in TOOLS + REASONING for mark in row.marks))
+
+TOOL_PARSERS = (
+    "apertus", "cohere_command3", "cohere_command4", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4",
+    "deepseek_v41", "dots", "ernie45", "functiongemma", "gemma4", "gigachat3", "glm45", "glm47", "granite",
+    "granite-20b-fc", "granite4", "hermes", "hf", "hunyuan_a13b", "hy_v3", "hy_v4", "inkling", "internlm", "jamba",
+    "k2_horizon", "kimi_k2", "kimi_k3", "lfm2", "ling3", "llama3_json", "llama4_json", "llama4_pythonic", "longcat",
+    "mimo", "minicpm5", "minimax_m2", "minimax_m3", "mistral", "muse_glimmer", "olmo3", "openai", "phi4_mini_json",
+    "plamo3", "poolside_v1", "pythonic", "qwen3_coder", "qwen3_json", "qwen3_xml", "seed_oss", "step3", "step3p5",
+    "xlam",
+)
+REASONING_PARSERS = (
+    "cohere_command3", "cohere_command4", "deepseek_r1", "deepseek_v3", "deepseek_v4", "deepseek_v41", "ernie45",
+    "gemma4", "glm45", "glm47", "granite", "granite_thinking_parser", "hf", "holo2", "hunyuan_a13b", "hy_v3", "hy_v4",
+    "inkling", "k2_horizon", "kimi_k2", "kimi_k3", "ling3", "mimo", "minicpmv", "minimax_m2",
+    "minimax_m2_append_think", "minimax_m3", "mistral", "muse_glimmer", "nemotron_v3", "olmo3", "openai_gptoss",
+    "plamo3", "poolside_v1", "qwen3", "seed_oss", "step3", "step3p5",
+)
+"""Every name that vLLM 0.32 knows, for the settings `tools` and `reasoning`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A parser's name or `none`, and why."""
+
+    parser: str
+    reason: str
+    evidence: str
+
+    @property
+    def given(self) -> bool:
+        return self.parser != NONE
+
+
+def marks(template: str | None) -> tuple[str, ...]:
+    """The marks that stand in this template."""
+    return tuple(mark for mark in MARKS if template and mark in template)
+
+
+def choose_tools(architecture: str, found: Iterable[str], setting: str) -> Found:
+    return _choose(TOOLS, architecture, found, setting, key="tools",
+                   nothing="no tool format that vLLM reads: tools must be named or required by the request")
+
+
+def choose_reasoning(architecture: str, found: Iterable[str], setting: str) -> Found:
+    return _choose(REASONING, architecture, found, setting, key="reasoning",
+                   nothing="no thinking that vLLM tells from the answer")
+
+
+def _choose(rows: tuple[Row, ...], architecture: str, found: Iterable[str], setting: str, *, key: str,
+            nothing: str) -> Found:
+    if setting != AUTO:
+        return Found(parser=setting, reason="set by the operator", evidence=f"settings {key}")
+    there = set(found)
+    for row in rows:
+        if there.issuperset(row.marks) and (not row.classes or architecture.startswith(row.classes)):
+            return Found(parser=row.parser, reason=f"the chat template writes {' and '.join(row.marks)}",
+                         evidence="chat template")
+    return Found(parser=NONE, reason=f"the chat template shows {nothing}", evidence="chat template")

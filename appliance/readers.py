@@ -1,0 +1,150 @@
+"""How the value of a setting is read: one function a kind, from what YAML or a variable holds to what is kept.
+
+PURE. Each takes the key, the raw value and where it came from, and raises ConfigError, which names all three and what
+is wanted. Knows no key.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from appliance.errors import ConfigError
+
+Reader = Callable[[str, Any, str], Any]
+
+
+def parse_size(text: str | int) -> int:
+    """`6G`, `512M`, `1.5GiB`, `1048576` -> bytes; G and GiB are both 1024^3. Raises ValueError."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(text), re.IGNORECASE)
+    if not match:
+        raise ValueError(f"{text!r} is not a size such as 512M or 6G")
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+
+
+def _wrong(key: str, value: Any, origin: str, want: str) -> ConfigError:
+    return ConfigError(f"{origin}: {key} has a wrong value", why=f"{value!r} is not {want}", do=f"set {key} to {want}")
+
+
+def whole(low: int, high: int) -> Reader:
+    def read(key: str, value: Any, origin: str) -> int:
+        text = str(value).strip()
+        if isinstance(value, bool) or not re.fullmatch(r"-?[0-9]{1,20}", text) or not low <= int(text) <= high:
+            raise _wrong(key, value, origin, f"a whole number from {low} to {high}")
+        return int(text)
+
+    return read
+
+
+def seconds(key: str, value: Any, origin: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = -1
+    if isinstance(value, bool) or not 0 <= number < 1e6:
+        raise _wrong(key, value, origin, "a number of seconds of at least 0")
+    return number
+
+
+def positive_seconds(key: str, value: Any, origin: str) -> float:
+    number = seconds(key, value, origin)
+    if number < 0.1:
+        raise _wrong(key, value, origin, "a number of seconds of at least 0.1")
+    return number
+
+
+def line(key: str, value: Any, origin: str) -> str:
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise _wrong(key, value, origin, "a text on one line")
+    return value.strip()
+
+
+def host(key: str, value: Any, origin: str) -> str:
+    text = line(key, value, origin)
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        name = re.fullmatch(r"(?!-)[A-Za-z0-9-]{1,63}(\.(?!-)[A-Za-z0-9-]{1,63})*", text)
+        if not name or text.replace(".", "").isdigit():
+            raise _wrong(key, value, origin, "an IP address or a host name") from None
+    return text
+
+
+def size(key: str, value: Any, origin: str) -> int:
+    try:
+        number = parse_size(value)
+    except (ValueError, OverflowError):
+        number = -1
+    if isinstance(value, bool) or not 0 < number < 1 << 62:
+        raise _wrong(key, value, origin, "a size such as 512M or 6G")
+    return number
+
+
+def cpus(key: str, value: Any, origin: str) -> tuple[int, ...]:
+    want = "a list of CPU numbers such as 0-3,8"
+    parts = [str(v) for v in value] if isinstance(value, list) else str(value).split(",")
+    found: set[int] = set()
+    for part in parts:
+        match = re.fullmatch(r"\s*([0-9]{1,5})(?:-([0-9]{1,5}))?\s*", part)
+        if not match or int(match[2] or match[1]) < int(match[1]):
+            raise _wrong(key, value, origin, want)
+        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(sorted(found))
+
+
+def choice(*names: str) -> Reader:
+    def read(key: str, value: Any, origin: str) -> str:
+        if value not in names:
+            raise _wrong(key, value, origin, " or ".join(names))
+        return str(value)
+
+    return read
+
+
+def switch(key: str, value: Any, origin: str) -> bool:
+    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if str(value).lower() not in words:
+        raise _wrong(key, value, origin, "true or false")
+    return words[str(value).lower()]
+
+
+def percent(key: str, value: Any, origin: str) -> float:
+    number = seconds(key, value, origin)
+    if number > 100:
+        raise _wrong(key, value, origin, "a percentage from 0 to 100")
+    return number
+
+
+def _passable(text: str) -> bool:
+    """Whether a program can be given this text: no NUL, and nothing that has no bytes (a lone surrogate)."""
+    try:
+        return "\0" not in text and bool(text.encode() or True)
+    except UnicodeEncodeError:
+        return False
+
+
+def environment(key: str, value: Any, origin: str) -> dict[str, str]:
+    if not isinstance(value, Mapping) or not all(
+        isinstance(k, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", k)
+        and isinstance(v, (str, int, float)) and _passable(str(v))
+        for k, v in value.items()
+    ):
+        raise _wrong(key, value, origin, "a mapping of variable names to values")
+    return {k: str(v) for k, v in value.items()}
+
+
+def words(key: str, value: Any, origin: str) -> tuple[str, ...]:
+    if isinstance(value, str):
+        import shlex
+
+        try:
+            return tuple(shlex.split(value))
+        except ValueError:
+            raise _wrong(key, value, origin, "a list of arguments") from None
+    if not isinstance(value, list) or not all(isinstance(v, (str, int, float)) and _passable(str(v)) for v in value):
+        raise _wrong(key, value, origin, "a list of arguments")
+    return tuple(str(v) for v in value)

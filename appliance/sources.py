@@ -1,0 +1,169 @@
+"""Fetched sources: what came from the Hub and is not a stored model yet, in `store/sources/`.
+
+    sources/KEY/    the files of one commit under their names, NAME.part what is not whole, source.json
+
+Does: open, list, drop, prune. Does not: fetch, or know the Hub. Rules: a folder is locked (flock on itself) for as long
+as its fetcher or the fetcher's child lives; it lies on the store's disk, stays when a fetch is interrupted, so that the
+next one goes on, and goes when its model is stored, unless it is to be kept; `prune` never takes one that is in use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from appliance import disk
+from appliance.errors import StoreError, TransientError
+
+RECORD = "source.json"
+FOLDER = "sources"
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetched:
+    """One folder of sources. `bytes` on disk now, `wanted_bytes` of all its files; `busy`: somebody fetches into it."""
+
+    key: str
+    path: Path
+    source: str
+    bytes: int
+    wanted_bytes: int
+    kept: bool
+    busy: bool
+    touched_at: float
+
+    @property
+    def whole(self) -> bool:
+        return self.bytes >= self.wanted_bytes > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """A locked folder; pass `lock_fd` to the child that writes here."""
+
+    key: str
+    path: Path
+    lock_fd: int
+
+
+def key_of(repo: str, commit: str, file: str | None) -> str:
+    """The folder's name: readable, and one for each repository, commit and file."""
+    parts = [repo.replace("/", "--"), commit[:12], *([file.replace("/", "--")] if file else [])]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", "--".join(parts))[:200]
+
+
+class Sources:
+    """The folder `sources` below a store's root; nothing is created before the first `hold`."""
+
+    def __init__(self, store_root: Path) -> None:
+        self.root = store_root / FOLDER
+
+    @contextlib.contextmanager
+    def hold(self, key: str, *, on_wait: Callable[[], None] | None = None) -> Iterator[Held]:
+        """The locked folder of `key`, made if need be. While another process has it this waits, after one call of
+        `on_wait`; without, it raises TransientError."""
+        with disk.mapped("cannot write to the store", self.root):
+            self.root.mkdir(mode=0o755, parents=True, exist_ok=True)
+            descriptor = self._lock(self.root / key, on_wait)
+        try:
+            yield Held(key=key, path=self.root / key, lock_fd=descriptor)
+        finally:
+            os.close(descriptor)
+
+    def describe(self, held: Held, *, source: str, commit: str, files: Mapping[str, Any], kept: bool) -> None:
+        """Write source.json. Raises StoreError."""
+        text = json.dumps({"schema": SCHEMA, "source": source, "commit": commit, "files": dict(files), "kept": kept},
+                          indent=1, sort_keys=True)
+        with disk.mapped("cannot write to the store", self.root):
+            disk.replace(held.path / RECORD, text + "\n", draft=held.path / f"{RECORD}.{os.getpid()}")
+
+    def described(self, key: str) -> dict[str, Any] | None:
+        """source.json of a folder; None where there is none that can be used."""
+        try:
+            said = json.loads((self.root / key / RECORD).read_text("utf-8"))
+            files = {str(name): {"bytes": int(one["bytes"]), "sha256": one["sha256"], "git_sha1": one["git_sha1"]}
+                     for name, one in said["files"].items()}
+            known = {"source": str(said["source"]), "commit": str(said["commit"]), "kept": bool(said.get("kept"))}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None
+        return {**known, "files": files} if said.get("schema") == SCHEMA else None
+
+    def finish(self, held: Held) -> None:
+        """Delete a folder whose model is stored; the caller holds it."""
+        disk.delete(held.path)
+
+    def list(self) -> list[Fetched]:
+        """All folders, the oldest first. Raises StoreError when they cannot be read."""
+        with disk.mapped("cannot read the store", self.root):
+            if not self.root.is_dir():
+                return []
+            found = [self._fetched(path) for path in sorted(self.root.iterdir()) if path.is_dir()]
+        return sorted(found, key=lambda one: one.touched_at)
+
+    def prune(self, *, older_than_s: float = 0.0, now: float | None = None, kept: bool = False) -> int:
+        """Delete the folders that nobody uses and nobody asked to keep (`kept`: those too), untouched for
+        `older_than_s`. Returns the bytes freed."""
+        freed = 0
+        for one in self.list():
+            if one.busy or (one.kept and not kept) or (now or time.time()) - one.touched_at < older_than_s:
+                continue
+            with contextlib.suppress(TransientError), self.hold(one.key) as held:
+                self.finish(held)
+                freed += one.bytes
+        return freed
+
+    def _fetched(self, path: Path) -> Fetched:
+        said = self.described(path.name) or {"source": "?", "files": {}, "kept": False}
+        sizes = [file.lstat() for file in path.iterdir() if file.name != RECORD]
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            busy = not disk.try_lock(descriptor)
+        finally:
+            os.close(descriptor)
+        return Fetched(key=path.name, path=path, source=said["source"], bytes=sum(found.st_size for found in sizes),
+                       wanted_bytes=sum(file["bytes"] for file in said["files"].values()), kept=said["kept"], busy=busy,
+                       touched_at=max([path.stat().st_mtime, *(found.st_mtime for found in sizes)]))
+
+    def _lock(self, path: Path, on_wait: Callable[[], None] | None) -> int:
+        waited = False
+        while True:
+            path.mkdir(mode=0o755, exist_ok=True)
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            except FileNotFoundError:  # finished in between
+                continue
+            try:
+                if not disk.try_lock(descriptor):
+                    if on_wait is None:
+                        raise TransientError("another process is fetching this model now",
+                                             do="try again when it is done")
+                    if not waited:
+                        on_wait()
+                    waited = True
+                    fcntl.flock(descriptor, fcntl.LOCK_EX)
+                # The lock is on the inode: it counts only if the path still leads there.
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    return descriptor
+            except FileNotFoundError:
+                pass
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+
+
+def held_bytes(sources: Sources) -> int:
+    """Disk that fetched sources take, 0 where they cannot be read; for a refusal's text."""
+    try:
+        return sum(one.bytes for one in sources.list())
+    except StoreError:
+        return 0

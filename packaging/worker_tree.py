@@ -1,0 +1,171 @@
+"""Make the worker's installed tree from a prepared environment: worker_tree.py ENVIRONMENT WHEEL TARGET [--python P]
+
+Does: copy the packages of packaging/worker.lock without what packaging/worker.omit names, unpack this project's wheel
+beside them, strip symbols, compile the modules, write a pyvenv.cfg for the node's Python, and collect the licences.
+Does not: fetch anything. Rules: the environment holds exactly the lock's versions, or nothing is made; the same input
+gives the same bytes; nothing in the tree names the machine that made it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+
+HERE = Path(__file__).parent
+HOME = "/usr/lib/appliance/worker"
+NOT_LOCKED = {"appliance", "pip"}
+"""In the environment without being in the lock: this project itself, and what installed it."""
+STRIPPED = ("vllm/*.so", "torch/lib/*.so", "torch/bin/*", "llvmlite/binding/*.so")
+"""Large libraries with symbols. Those of auditwheel (*.libs) stay as they are: strip damages some of them."""
+NOTICE = re.compile(r"(licen[cs]e|copying|notice|authors|third.?party)", re.I)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("environment", type=Path)
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--python", type=Path, default=Path("/usr/bin/python3.11"))
+    parser.add_argument("--notices", type=Path, help="write the licences of third parties to this file")
+    given = parser.parse_args()
+    site = next(given.environment.glob("lib/python3.*/site-packages"))
+    found = distributions(site)
+    if reason := lock_refusal(found, locked((HERE / "worker.lock").read_text())):
+        print(f"worker_tree: {reason}", file=sys.stderr)
+        return 78
+    omitted_names, patterns = omissions((HERE / "worker.omit").read_text())
+    made = given.target / site.relative_to(given.environment)
+    shutil.rmtree(given.target, ignore_errors=True)
+    copy(site, made, wanted(site, found, omitted_names | NOT_LOCKED, patterns))
+    unpack(given.wheel, made)
+    strip(made)
+    interpreter(given.target, given.python)
+    compile_modules(given.python, given.target)
+    if given.notices:
+        given.notices.parent.mkdir(parents=True, exist_ok=True)
+        given.notices.write_text(notices(made))
+    return 0
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def distributions(site: Path) -> dict[str, metadata.Distribution]:
+    return {normal(found.metadata["Name"]): found for found in metadata.distributions(path=[str(site)])}
+
+
+def locked(text: str) -> dict[str, str]:
+    """Name and version of each requirement of the lock."""
+    return {normal(name): version for name, version in re.findall(r"^([A-Za-z0-9_.-]+)==([^ ;\\]+)", text, re.M)}
+
+
+def lock_refusal(found: dict[str, metadata.Distribution], lock: dict[str, str]) -> str | None:
+    """Why this environment is not the lock's, or None."""
+    have = {name: one.version for name, one in found.items() if name not in NOT_LOCKED}
+    wrong = sorted(name for name in have.keys() | lock.keys() if name not in NOT_LOCKED and have.get(name) != lock.get(name))
+    if not wrong:
+        return None
+    first = wrong[0]
+    return (f"the environment differs from worker.lock in {len(wrong)} packages, for example {first}: "
+            f"{have.get(first)} is installed, {lock.get(first)} is locked; make the environment again")
+
+
+def omissions(text: str) -> tuple[set[str], list[str]]:
+    """Names of distributions and patterns of paths."""
+    words = [line.split("#")[0].split() for line in text.splitlines()]
+    pairs = [line for line in words if line]
+    assert all(len(pair) == 2 and pair[0] in ("dist", "path") for pair in pairs), "worker.omit: dist NAME or path PATTERN"
+    return {normal(value) for kind, value in pairs if kind == "dist"}, [value for kind, value in pairs if kind == "path"]
+
+
+def wanted(site: Path, found: dict[str, metadata.Distribution], names: set[str], patterns: list[str]) -> list[PurePosixPath]:
+    """The files to copy, sorted: those that the distributions' own records list, and of them what is not left out."""
+    files: set[PurePosixPath] = set()
+    for name, one in found.items():
+        if name in names:
+            continue
+        for file in one.files or ():
+            path = PurePosixPath(file)
+            if ".." in path.parts or path.is_absolute() or "__pycache__" in path.parts or path.name == "direct_url.json":
+                continue
+            files.add(path)
+    gone = {PurePosixPath(path.relative_to(site)) for pattern in patterns for path in site.glob(pattern)}
+    return sorted(file for file in files if file not in gone and not gone.intersection(file.parents))
+
+
+def copy(site: Path, target: Path, files: list[PurePosixPath]) -> None:
+    for file in files:
+        source = site / file
+        if not source.exists():  # torch's wheel lists a few files that it does not have
+            continue
+        place = target / file
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, place)
+        program = source.stat().st_mode & 0o100 and "bin" in file.parts
+        place.chmod(0o755 if program else 0o644)
+
+
+def unpack(wheel: Path, site: Path) -> None:
+    """This project; the kernels are built, so their sources stay out."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site, [name for name in archive.namelist() if "/native/" not in name])
+
+
+def strip(site: Path) -> None:
+    for pattern in STRIPPED:
+        for library in sorted(site.glob(pattern)):
+            if library.is_file() and library.open("rb").read(4) == b"\x7fELF":
+                subprocess.run(["strip", "--strip-unneeded", str(library)], check=True)
+
+
+def interpreter(target: Path, python: Path) -> None:
+    """A virtual environment of the node's own Python. Its scripts are left out: the agent starts modules."""
+    (target / "bin").mkdir(parents=True)
+    (target / "bin/python").symlink_to(python)
+    (target / "pyvenv.cfg").write_text(f"home = {python.parent}\ninclude-system-site-packages = false\n")
+
+
+def compile_modules(python: Path, target: Path) -> None:
+    """Byte code that no time stamp makes stale: the tree is read-only for the service, and a start must not compile.
+
+    Some packages hold files that no Python compiles; they are nobody's imports.
+    """
+    subprocess.run([python, "-I", "-m", "compileall", "-q", "-j", "0", "--invalidation-mode", "unchecked-hash",
+                    "-s", str(target), "-p", HOME, str(target / "lib")], check=False, stdout=subprocess.DEVNULL)
+
+
+def notices(site: Path) -> str:
+    """Name, version, licence and the licence texts of everything that is redistributed."""
+    found = sorted(distributions(site).items())
+    lines = ["The worker's environment contains these packages of others, each under its own licence.", ""]
+    lines += [f"{name} {one.version}: {licence(one)}" for name, one in found if name != "appliance"]
+    for name, one in found:
+        for path in texts(one) if name != "appliance" else ():
+            lines += ["", "=" * 100, f"{name} {one.version}: {path.name}", "=" * 100, path.read_text(errors="replace").strip()]
+    return "\n".join(lines) + "\n"
+
+
+def licence(one: metadata.Distribution) -> str:
+    """As its metadata say it, in one line."""
+    stated = one.metadata["License-Expression"] or (one.metadata["License"] or "").strip().split("\n")[0]
+    classified = [value.split(" :: ")[-1] for value in one.metadata.get_all("Classifier", []) if value.startswith("License ::")]
+    return stated if stated and len(stated) < 100 else ", ".join(classified) or "see its text below"
+
+
+def texts(one: metadata.Distribution) -> Iterator[Path]:
+    for file in sorted(one.files or (), key=str):
+        path = Path(str(one.locate_file(file)))
+        if NOTICE.search(path.name) and ".dist-info" in str(file) and path.is_file() and path.suffix not in (".py", ".pyc"):
+            yield path
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""GGUF files against llama.cpp itself: its converter, its quantizer and its logits. `make test-gguf`."""
