@@ -18,7 +18,7 @@ export APPLIANCE_HOME ?= $(CURDIR)/.run
 export PROMPT
 # The worker's interpreter is found beside the agent's environment; nothing to configure.
 
-.PHONY: help run status chat test test-fast test-worker test-fuzz test-gguf test-served test-models test-fields test-chaos soak test-system install install-agent bench bench-memory bench-fidelity bench-kernels bench-serving bench-peers bench-report lint lock goldens clean
+.PHONY: help run status chat test test-fast test-worker test-fuzz test-gguf test-served test-models test-fields test-chaos soak test-system install install-agent deb apt-repo test-packages bench bench-memory bench-fidelity bench-kernels bench-serving bench-peers bench-report lint lock goldens clean
 
 help:           ## This list.
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -63,7 +63,7 @@ test-fields: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## E
 
 test-chaos: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Many faults in a row with clients: 50 with a fake worker, 10 with real vLLM.
 	$(AGENT)/bin/python -m pytest -s tests/process -m heavy
-	$(AGENT)/bin/python -m pytest -s tests/served/test_chaos.py
+	$(AGENT)/bin/python -m pytest -s tests/served/test_chaos.py tests/served/test_integrity.py
 
 soak: $(AGENT)/.test  ## Mixed load on the running service (make run) for SOAK_S seconds: does anything grow?
 	$(AGENT)/bin/python -m tests.bench.soak --port $(PORT) --seconds $(SOAK_S)
@@ -110,8 +110,18 @@ lock:           ## Write packaging/worker.lock again from pyproject's dependency
 test-system: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Tests on throw-away hosts with a real systemd (root, debootstrap).
 	$(AGENT)/bin/python -m pytest tests/system
 
-install: install-agent  ## Install agent, unit and default model below DESTDIR, and the worker's environment unless WORKER_ENV=0.
-	[ "$(WORKER_ENV)" = 0 ] || APPLIANCE_EDITABLE=0 packaging/install-worker $(PYTHON) $(DESTDIR)$(PREFIX)/lib/appliance/worker
+deb: $(AGENT)/.model $(WORKER)/.installed  ## The Debian packages for this distribution, into build/deb (debhelper, binutils, g++).
+	rm -rf build/deb
+	packaging/build-deb $(AGENT) $(WORKER) build/deb
+
+apt-repo:       ## A signed apt repository of build/deb in build/apt/public, for any static file server (aptly).
+	packaging/build-repository build/deb build/apt
+
+test-packages: $(AGENT)/.test  ## The built packages on throw-away hosts: install, remove, purge, chroot (after deb, apt-repo; root).
+	$(AGENT)/bin/python -m pytest tests/packages
+
+install: install-agent $(if $(filter 0,$(WORKER_ENV)),,$(WORKER)/.installed)  ## Install agent, unit and default model below DESTDIR, and the worker's environment unless WORKER_ENV=0.
+	[ "$(WORKER_ENV)" = 0 ] || packaging/build-worker $(WORKER) $(DESTDIR)$(PREFIX)/lib/appliance/worker
 
 # The agent is a small environment over the system's Python, whose click, psutil, yaml and aiohttp it uses.
 install-agent: $(AGENT)/.model

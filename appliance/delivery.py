@@ -94,6 +94,11 @@ class Delivery:
             self._refuse_name(None, name, chosen)
             sources = Sources(self.store.root)
             with sources.hold(survey.key, on_wait=lambda: self._phase("waiting")) as held:
+                keep_source = keep_source or sources.kept(survey.key)
+                if digest := self._settled(recipe).get(canonical):  # added by another process while this one waited
+                    if not keep_source:
+                        sources.finish(held)
+                    return self._there(digest, name, chosen, began)
                 self._refuse(survey, held, draft, chosen, recipe, even_so=even_so)
                 self._fetch(sources, survey, held, draft, keep_source=keep_source)
                 added = add_model(
@@ -112,7 +117,7 @@ class Delivery:
         with jobs.ending_on_sigterm(), self._surveyed(parse(source)) as (survey, draft):
             sources = Sources(self.store.root)
             with sources.hold(survey.key, on_wait=lambda: self._phase("waiting")) as held:
-                kept = (sources.described(survey.key) or {}).get("kept", False)
+                kept = sources.kept(survey.key)
                 self._fetch(sources, survey, held, draft, keep_source=kept)
                 yield held.path / survey.main
                 if not kept:

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from appliance.parsers import FORCED_FORM, NONE
 from appliance.settings import Settings
 
 PLUGIN = "cpu_int4"
@@ -102,8 +103,8 @@ class Dials:
     capability: str
     compiler: str | None
     drain_s: float
-    tools: str = "none"
-    reasoning: str = "none"
+    tools: str = NONE
+    reasoning: str = NONE
     """vLLM's parsers of tool calls and of thinking."""
     variant: str = ""
     """The native kernel's instruction set, forced; empty: the worker's self-test chooses."""
@@ -139,9 +140,11 @@ def argv(dials: Dials, places: Places, settings: Settings) -> tuple[str, ...]:
         "--disable-access-log-for-endpoints", "/health,/metrics,/load",
         "--disable-fastapi-docs",
     ]
-    if dials.tools != "none":
+    if dials.tools != NONE:
         args += ["--enable-auto-tool-choice", "--tool-call-parser", dials.tools]
-    if dials.reasoning != "none":
+    else:  # a call that is asked for by name is held to a form, which this one writes and reads
+        args += ["--tool-call-parser", FORCED_FORM]
+    if dials.reasoning != NONE:
         args += ["--reasoning-parser", dials.reasoning]
     if not dials.compile:
         args.append("--enforce-eager")

@@ -3,7 +3,8 @@
 A model writes a tool call in the words of its family, and its chat template holds these words. Does not read the
 template: `marks(text)` finds what counts, `choose` decides. Rules: a mark is a word that the parser itself looks for (a
 test compares with vLLM's source); the first row whose marks are all there wins, so special forms stand before the
-general `<tool_call>`; no row, no parser: structured output and named tools then still work, free choice does not.
+general `<tool_call>`; no row, no parser: structured output, required and named tools then still work, free choice
+does not.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 AUTO, NONE = "auto", "none"
+FORCED_FORM = "hermes"
+"""The parser of a model that has none: vLLM wants one even for calls that are required or named, and holds the answer to
+its form then; free choice stays closed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,11 @@ from typing import Any
 from appliance import jobs, manifest, patrol
 from appliance.digests import source_digest
 from appliance.errors import ApplianceError, ModelError
+from appliance.hub.reference import is_hub
 from appliance.importing.source import Source, inspect
 from appliance.library import NATIVE, Recipe, convert, estimate_bytes, recorded, resolve
 from appliance.settings import DEFAULT_MODEL
+from appliance.sources import Sources
 from appliance.store import Store, damaged
 
 OTHERWISE = "give its source with --source, or import a bundle of it"
@@ -78,7 +80,7 @@ def repair_model(store: Store, digest: str, name: str, *, source: str | None, to
     if said and not manifest.made_by_these_rules(said):
         raise _refused(name, "another release made it, by other rules of quantizing",
                        f"remove it and add {origin} again, or import a bundle of it")
-    found, digest_of_source = _read(name, origin, tools)
+    found, digest_of_source = _read(store, name, origin, tools)
     recipe = dict(said["recipe"]) if said else _usual_recipe(found)
     if manifest.key(digest_of_source, recipe) != digest:
         raise _refused(name, f"{origin} is not what it was made from" + ("" if said else ", or the recipe was another"),
@@ -99,10 +101,20 @@ def repair_model(store: Store, digest: str, name: str, *, source: str | None, to
     return f"the stored model was damaged ({findings[0]}) and was made again from {origin}"
 
 
-def _read(name: str, origin: str, tools: Tools) -> tuple[Source, str]:
+def _place(store: Store, origin: str, env: Mapping[str, str]) -> Path:
+    """Where the files of a source lie. What came from the Hub is here if it was kept; nothing is fetched."""
+    if not is_hub(origin):
+        return resolve(origin, env=env)
+    for one in Sources(store.root).list():
+        if one.source == origin and one.whole and not one.busy:
+            return next(iter(sorted(one.path.glob("*.gguf"))), one.path)
+    raise ModelError(f"{origin} is not kept here", do="run `applianctl model repair`, which fetches it")
+
+
+def _read(store: Store, name: str, origin: str, tools: Tools) -> tuple[Source, str]:
     """The source and its digest: every byte is read, whatever was remembered."""
     try:
-        found = inspect(resolve(origin, env=tools.env))
+        found = inspect(_place(store, origin, tools.env))
         tools.phase("checking")
         return found, source_digest(found, cache=None, now=tools.now, on_progress=lambda done, total: tools.on_event(
             {"event": "progress", "done_bytes": done, "total_bytes": total, "item": found.path.name}))

@@ -166,7 +166,7 @@ def overlay(base: Parsed, *, env: Mapping[str, str], flags: Mapping[str, Any]) -
     return _build(values, base.warnings, sources)
 
 
-OPTIONS: Mapping[str, str] = {"memory.ceiling": "--memory"}
+OPTIONS: Mapping[str, str] = {"memory.ceiling": "--memory", "hub.limit_rate": "--limit-rate"}
 """Settings whose option has a name of its own."""
 
 

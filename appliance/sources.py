@@ -97,6 +97,10 @@ class Sources:
             return None
         return {**known, "files": files} if said.get("schema") == SCHEMA else None
 
+    def kept(self, key: str) -> bool:
+        """Whether somebody asked to keep this folder."""
+        return bool((self.described(key) or {}).get("kept"))
+
     def finish(self, held: Held) -> None:
         """Delete a folder whose model is stored; the caller holds it."""
         disk.delete(held.path)

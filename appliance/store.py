@@ -294,7 +294,7 @@ class Store:
         for folder in (self.root, self._objects, self._names, self._tmp):
             folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         if not (self.root / "schema").exists():
-            disk.replace(self.root / "schema", f"{SCHEMA}\n", draft=self._tmp / f"schema-{os.getpid()}")
+            disk.replace(self.root / "schema", f"{SCHEMA}\n", draft=self.root / f".schema-{os.getpid()}")
 
     def _check_schema(self) -> None:
         """Raises ConfigError for a store of a newer release: what is in it may mean something else."""

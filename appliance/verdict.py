@@ -75,6 +75,7 @@ def outline(source: Source, draft: Draft, recipe: Mapping[str, Any], *, worker_p
     if source.kind == "cpu_int4":
         return source.path
     out = draft.scratch / "outline"
+    out.mkdir()
     jobs.run_job(
         worker_python, ("-m", "appliance.quantize", str(source.path.absolute()), str(out), "--recipe",
                         json.dumps(dict(recipe)), "--outline"),

@@ -70,7 +70,8 @@ def locked(text: str) -> dict[str, str]:
 def lock_refusal(found: dict[str, metadata.Distribution], lock: dict[str, str]) -> str | None:
     """Why this environment is not the lock's, or None."""
     have = {name: one.version for name, one in found.items() if name not in NOT_LOCKED}
-    wrong = sorted(name for name in have.keys() | lock.keys() if name not in NOT_LOCKED and have.get(name) != lock.get(name))
+    names = (have.keys() | lock.keys()) - NOT_LOCKED
+    wrong = sorted(name for name in names if have.get(name) != lock.get(name))
     if not wrong:
         return None
     first = wrong[0]
@@ -82,11 +83,13 @@ def omissions(text: str) -> tuple[set[str], list[str]]:
     """Names of distributions and patterns of paths."""
     words = [line.split("#")[0].split() for line in text.splitlines()]
     pairs = [line for line in words if line]
-    assert all(len(pair) == 2 and pair[0] in ("dist", "path") for pair in pairs), "worker.omit: dist NAME or path PATTERN"
-    return {normal(value) for kind, value in pairs if kind == "dist"}, [value for kind, value in pairs if kind == "path"]
+    assert all(len(pair) == 2 and pair[0] in ("dist", "path") for pair in pairs), "dist NAME or path PATTERN"
+    return {normal(what) for kind, what in pairs if kind == "dist"}, [what for kind, what in pairs if kind == "path"]
 
 
-def wanted(site: Path, found: dict[str, metadata.Distribution], names: set[str], patterns: list[str]) -> list[PurePosixPath]:
+def wanted(
+    site: Path, found: dict[str, metadata.Distribution], names: set[str], patterns: list[str],
+) -> list[PurePosixPath]:
     """The files to copy, sorted: those that the distributions' own records list, and of them what is not left out."""
     files: set[PurePosixPath] = set()
     for name, one in found.items():
@@ -94,9 +97,9 @@ def wanted(site: Path, found: dict[str, metadata.Distribution], names: set[str],
             continue
         for file in one.files or ():
             path = PurePosixPath(file)
-            if ".." in path.parts or path.is_absolute() or "__pycache__" in path.parts or path.name == "direct_url.json":
-                continue
-            files.add(path)
+            outside = path.is_absolute() or ".." in path.parts  # scripts
+            if not outside and "__pycache__" not in path.parts and path.name != "direct_url.json":
+                files.add(path)
     gone = {PurePosixPath(path.relative_to(site)) for pattern in patterns for path in site.glob(pattern)}
     return sorted(file for file in files if file not in gone and not gone.intersection(file.parents))
 
@@ -149,21 +152,23 @@ def notices(site: Path) -> str:
     lines += [f"{name} {one.version}: {licence(one)}" for name, one in found if name != "appliance"]
     for name, one in found:
         for path in texts(one) if name != "appliance" else ():
-            lines += ["", "=" * 100, f"{name} {one.version}: {path.name}", "=" * 100, path.read_text(errors="replace").strip()]
+            text = path.read_text(errors="replace").strip()
+            lines += ["", "=" * 100, f"{name} {one.version}: {path.name}", "=" * 100, text]
     return "\n".join(lines) + "\n"
 
 
 def licence(one: metadata.Distribution) -> str:
     """As its metadata say it, in one line."""
     stated = one.metadata["License-Expression"] or (one.metadata["License"] or "").strip().split("\n")[0]
-    classified = [value.split(" :: ")[-1] for value in one.metadata.get_all("Classifier", []) if value.startswith("License ::")]
+    classes = one.metadata.get_all("Classifier", [])
+    classified = [value.split(" :: ")[-1] for value in classes if value.startswith("License ::")]
     return stated if stated and len(stated) < 100 else ", ".join(classified) or "see its text below"
 
 
 def texts(one: metadata.Distribution) -> Iterator[Path]:
     for file in sorted(one.files or (), key=str):
         path = Path(str(one.locate_file(file)))
-        if NOTICE.search(path.name) and ".dist-info" in str(file) and path.is_file() and path.suffix not in (".py", ".pyc"):
+        if ".dist-info" in str(file) and NOTICE.search(path.name) and path.is_file():
             yield path
 
 

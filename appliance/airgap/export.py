@@ -19,7 +19,7 @@ from appliance import disk, laidout, manifest, prepared
 from appliance.airgap import content, signature, tape
 from appliance.airgap.content import FIRST, LAYOUT, MODEL, SIGNATURE, Content, Member
 from appliance.errors import ModelError, StoreError, UsageError
-from appliance.jobs import Event
+from appliance.jobs import Event, ending_on_sigterm
 from appliance.store import Store, damaged
 
 
@@ -55,7 +55,7 @@ def export(store: Store, name: str, target: Path, *, with_layout: bool, sign_key
     if sign_key is not None:
         head.append((SIGNATURE, signature.sign(text, sign_key, env=env)))
     done = 0
-    with _written(target) as file:
+    with ending_on_sigterm(), _written(target) as file:
         for member_name, data in head:
             file.write(tape.header(member_name, len(data)) + data + tape.padding(len(data)))
         on_event({"event": "phase", "phase": "copying", "note": ""})

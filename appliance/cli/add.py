@@ -66,7 +66,6 @@ def add(
     with Progress() as progress:
         if is_hub(source):
             delivery = hub_delivery(app, store, progress)
-            app.become_owner()
             if dry_run:
                 verdict = delivery.judge(source, name=name, recipe=recipe)
             else:
@@ -161,11 +160,13 @@ def _check_readable(app: Application, source: str) -> None:
 
 
 def hub_delivery(app: Application, store: Store, on_event: Callable[[Event], None]) -> Any:
-    """What fetching takes, the token included: called while this is still root, where it is."""
+    """What fetching takes. Called while this is still root, where it is: the token may be root's alone. Becomes the
+    store's owner."""
     from appliance.delivery import Delivery
     from appliance.hub.access import read_access
 
     access = read_access(app.settings, app.env)
+    app.become_owner()
     return Delivery(access=access, store=store, directories=app.directories, worker_python=app.worker_python,
                     env=app.env, on_event=on_event, planner=_planner(app), layout=_layout(app),
                     worker_env=app.settings.worker.env)

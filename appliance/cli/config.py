@@ -40,6 +40,10 @@ def show_command(app: Application, as_json: bool) -> None:
 @click.pass_obj
 def check(app: Application) -> None:
     """Read the file and the environment; exits 78 on the first wrong value."""
+    if app.settings.bundle_keys is not None:
+        from appliance.airgap.signature import read_keys
+
+        read_keys(app.settings.bundle_keys)
     count = len(app.parsed.sources)
     found = "in order" if app.config_path.exists() else "absent, defaults are used"
     click.echo(f"{app.config_path}: {found}; {count} keys set")

@@ -176,7 +176,8 @@ def remove(app: Application, name: str, force: bool) -> None:
         raise UsageError(f"{name} is being served now", do="stop the service first, or use --force")
     digest = store.names().get(name, "")
     known = record.load(app.directories.state, keep=True)
-    wanted_back = {one.digest for one in (known.good, known.previous) if one is not None}
+    on_trial = known.trial.candidate if known.trial is not None else None
+    wanted_back = {one.digest for one in (known.good, known.previous, on_trial) if one is not None}
     freed = store.remove(name, in_use=active, force=force, keep=() if force else wanted_back)
     click.echo(f"{name}: removed, {show_size(freed)} freed")
     if digest in wanted_back and not force and digest not in store.names().values():

@@ -54,9 +54,9 @@ def show(app: Application, as_json: bool) -> None:
         click.echo(f"  {name[:12]}  {show_size(size):>10}  draft, {state}")
     for name, size in found.layouts.items():
         click.echo(f"  {name[:12]}  {show_size(size):>10}  layout that nobody maps")
-    for one in found.sources:
-        state = "being fetched" if one.busy else "to be kept" if one.kept else "fetched"
-        click.echo(f"  {one.source}: {show_size(one.bytes)}, {state}")
+    for source in found.sources:
+        state = "being fetched" if source.busy else "to be kept" if source.kept else "fetched"
+        click.echo(f"  {source.source}: {show_size(source.bytes)}, {state}")
 
 
 @store.command()

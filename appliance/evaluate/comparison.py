@@ -18,8 +18,8 @@ from appliance.evaluate.weights import Weights
 if TYPE_CHECKING:
     import torch
 
-BLOCK_ELEMENTS = 1 << 25
-"""Logits of one model held at once: 128 MB in float32, a few times that in work."""
+BLOCK_ELEMENTS = 1 << 24
+"""Logits of one model held at once: 64 MB in float32, four times that in work."""
 
 Event = Callable[[dict[str, Any]], None]
 
@@ -61,17 +61,18 @@ def score(folder: Path, stored: Weights, source: Weights | None, windows: torch.
     largest = 0.0
     for start in range(0, total, step):
         stop = min(start + step, total)
-        ours = models[0].logits(start, stop).log_softmax(-1)
+        ours = _normalized(models[0].logits(start, stop))
         mine = ours.gather(1, wanted[start:stop]).double()
         sums[0] -= mine.sum()
         if source is not None:
-            theirs = models[1].logits(start, stop).log_softmax(-1)
+            theirs = _normalized(models[1].logits(start, stop))
             other = theirs.gather(1, wanted[start:stop]).double()
             sums[1] -= other.sum()
             sums[2] += (ours.argmax(-1) == theirs.argmax(-1)).sum()
             sums[4] += (mine - other).abs().sum()
             largest = max(largest, float((mine - other).abs().max()))
-            sums[3] += (theirs.exp() * ours.neg_().add_(theirs)).sum(dtype=torch.float64)
+            ours.neg_().add_(theirs)
+            sums[3] += theirs.exp_().mul_(ours).sum(-1).sum(dtype=torch.float64)
         event({"event": "progress", "done_bytes": stop, "total_bytes": total, "item": ""})
     mean = [float(value) for value in sums / total]
     pair = source is not None
@@ -81,3 +82,8 @@ def score(folder: Path, stored: Weights, source: Weights | None, windows: torch.
         divergence=mean[3] if pair else None, mean_difference=mean[4] if pair else None,
         largest_difference=largest if pair else None,
     )
+
+
+def _normalized(logits: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities, in place."""
+    return logits.sub_(logits.logsumexp(-1, keepdim=True))

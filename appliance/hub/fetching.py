@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from appliance.report import Event
 from appliance.sources import key_of
 
 FIRST_BYTES = 1 << 18
+ALIVE_S = 60.0
 GGUF_FIRST_BYTES = 4 << 20
 
 
@@ -36,7 +38,7 @@ def survey(hub: Hub, order: Order, folder: Path, event: Event) -> dict[str, Any]
     parts = gguf_choice(listing, order.reference)
     chosen = parts
     file = parts[0].name if parts else None
-    there = {"commit": listing.commit, "file": file, "files": {}, "main": "", "contents": ""}
+    there: dict[str, Any] = {"commit": listing.commit, "file": file, "files": {}, "main": "", "contents": ""}
     if str(order.reference.at(listing.commit, file)) in order.settled:
         return there
     if contents_of(parts) in order.settled:
@@ -67,7 +69,7 @@ def fetch(hub: Hub, order: Order, folder: Path, event: Event) -> dict[str, Any]:
     listing = Listing(repo=order.repo, commit=source["commit"], files=tuple(files))
     total = sum(file.bytes for file in files)
     done = sum(_present_bytes(folder, file) for file in files)
-    before = done
+    before, told = done, time.monotonic()
     event({"event": "phase", "phase": "fetching", "note": f"{len(files)} files"})
     # Small ones first: what is wrong with them is known early.
     for file in sorted(files, key=lambda one: one.bytes):
@@ -76,8 +78,11 @@ def fetch(hub: Hub, order: Order, folder: Path, event: Event) -> dict[str, Any]:
             continue
 
         def came(count: int, name: str = file.name) -> None:
-            nonlocal done
+            nonlocal done, told
             done += count
+            if time.monotonic() - told > ALIVE_S:  # a step of the progress may take an hour over a slow line
+                told = time.monotonic()
+                event({"event": "alive"})
             event({"event": "progress", "done_bytes": done, "total_bytes": total, "item": name})
 
         hub.download(listing, file, target, came)

@@ -15,14 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from appliance.errors import ModelError
-from appliance.importing.gguf_architectures import ARCHITECTURES, OUTER, Architecture, Metadata, Unmapped, as_decimal
+from appliance.importing.gguf_architectures import (
+    ARCHITECTURES,
+    OUTER,
+    Architecture,
+    Metadata,
+    Unmapped,
+    as_decimal,
+    unmapped,
+)
 from appliance.importing.gguf_header import AGAIN, read_header
+from appliance.importing.shapes import shape_refusal
 from appliance.importing.source import Source
 from appliance.importing.tensors import FLOATS, GGUF_DECODED, NormalForm, StoredTensor
 
 SAME_MODEL = "use the safetensors folder of the same model"
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Not weights: they become fields of config.json."""
+LONGEST_HEAD = 4096
 
 
 def open_gguf(source: Source) -> NormalForm:
@@ -38,6 +48,8 @@ def open_gguf(source: Source) -> NormalForm:
     except Unmapped as unmapped:
         raise _refuse(source, str(unmapped), SAME_MODEL) from None
     tensors = _rename(source, name, arch, config, stored)
+    if reason := shape_refusal(config, {hf: tensor.shape for hf, tensor in tensors.items()}):
+        raise _refuse(source, reason, "download the file again")
 
     def write_extras(out: Path) -> bool:
         from appliance.importing.gguf_tokenizer import write_tokenizer
@@ -81,8 +93,6 @@ def _config(m: Metadata, arch: Architecture, stored: Mapping[str, StoredTensor])
     table = stored.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
         raise Unmapped("it has no matrix token_embd.weight")
-    if m.whole("expert_count", 0) > 0:
-        raise Unmapped("mixture-of-experts GGUF files are not supported")
     hidden, heads, layers = (m.whole(k) for k in ("embedding_length", "attention.head_count", "block_count"))
     if heads < 1 or not 1 <= layers <= len(stored):
         raise Unmapped(f"its metadata says {heads} heads and {layers} layers")
@@ -103,16 +113,21 @@ def _config(m: Metadata, arch: Architecture, stored: Mapping[str, StoredTensor])
         "initializer_range": 0.02,
         "use_cache": True,
     }
-    if m.whole("attention.value_length", config["head_dim"]) != config["head_dim"] or config["head_dim"] < 2:
+    if m.whole("attention.value_length", config["head_dim"]) != config["head_dim"]:
         raise Unmapped("its keys and values have different widths")
+    if config["head_dim"] < 2 or config["head_dim"] % 2:
+        raise Unmapped(f"its heads are {config['head_dim']} wide")
+    if reason := unmapped(arch, m, int(config["head_dim"])):
+        raise Unmapped(reason)
     for biases in arch.biases:
         if biases.flag:
             config[biases.flag] = f"blk.0.{biases.modules[0]}.bias" in stored
     config.update(arch.extra(m, config))
-    if "rope_parameters" not in config:
-        scaling = _rope_scaling(m, stored, config)
-        if scaling:
-            config["rope_scaling"] = scaling
+    factors = [name for name in ROPE_FACTORS if name in stored]
+    if "rope_parameters" in config and factors:
+        raise Unmapped(f"its {factors[0]} is not supported")
+    if "rope_parameters" not in config and (scaling := _rope_scaling(m, stored, config)):
+        config["rope_scaling"] = scaling
     config.update(_token_ids(m.fields))
     return config
 
@@ -137,11 +152,16 @@ def _token_ids(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rope_scaling(m: Metadata, stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, Any] | None:
     kind = str(m.fields.get(f"{m.prefix}.rope.scaling.type") or "none")
+    for factors in (stored[name] for name in ROPE_FACTORS if name in stored):
+        if len(factors.shape) != 1 or factors.parameters > LONGEST_HEAD:
+            raise Unmapped(f"its {factors.name} has the shape {list(factors.shape)}")
     if "rope_freqs.weight" in stored:
         return _llama3_scaling(stored["rope_freqs.weight"], config)
     long, short = (stored.get(f"rope_factors_{reach}.weight") for reach in ("long", "short"))
     if long is not None and short is not None:
         return {"rope_type": "longrope", "long_factor": _values(long), "short_factor": _values(short)}
+    if long is not None or short is not None:
+        raise Unmapped("of its long and short rope factors one is missing")
     if kind in ("none", "longrope"):
         return None
     if kind not in ("linear", "yarn"):
@@ -171,11 +191,13 @@ def _llama3_scaling(factors: StoredTensor, config: Mapping[str, Any]) -> dict[st
     found = float_rows(factors, 0, factors.rows).flatten().double()
     factor, low, high, original = round(float(found.max()), 3), 1.0, 4.0, 8192
     dim = int(config["head_dim"])
+    if len(found) != dim // 2:
+        raise Unmapped(f"its rope_freqs are {len(found)} for heads of {dim} columns")
     frequency = float(config["rope_theta"]) ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     wavelength = 2 * torch.pi / frequency
     smooth = ((original / wavelength - low) / (high - low)).clamp(0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
-    if found.shape != expected.shape or not bool(torch.allclose(found, expected, rtol=1e-3)):
+    if not bool(torch.allclose(found, expected, rtol=1e-3)):
         raise Unmapped("its rope_freqs are not those of a known Llama 3 scaling")
     return {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
             "original_max_position_embeddings": original}

@@ -71,7 +71,7 @@ class Architecture:
     """One GGUF architecture. `layer`: module of a layer -> its Hugging Face name, both without `.weight`.
 
     `rotary`: rows of q and k stand in llama.cpp's rotary order. `norm_shift`: is added to what the file has in norms.
-    `extra(metadata, config)`: fields of config.json beyond the common ones.
+    `extra(metadata, config)`: fields of config.json beyond the common ones. `reads`: keys of CHANGING that it maps.
     """
 
     hf_class: str
@@ -81,6 +81,7 @@ class Architecture:
     rotary: bool = False
     norm_shift: float = 0.0
     biases: tuple[Biases, ...] = ()
+    reads: tuple[str, ...] = ()
 
 
 _ATTENTION = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
@@ -92,6 +93,30 @@ _FOUR_NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_atte
                "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _PLAIN = _ATTENTION | _GATED | _PRE_NORMS
 _QKV, _QKVO = ("attn_q", "attn_k", "attn_v"), ("attn_q", "attn_k", "attn_v", "attn_output")
+
+
+CHANGING: Mapping[str, tuple[Any, ...]] = {
+    "attention.scale": (0.0,), "logit_scale": (0.0, 1.0), "residual_scale": (0.0, 1.0), "embedding_scale": (0.0, 1.0),
+    "attn_logit_softcapping": (0.0,), "final_logit_softcapping": (0.0,), "attention.sliding_window": (0,),
+    "attention.sliding_window_pattern": (), "attention.clamp_kqv": (0.0,), "attention.max_alibi_bias": (0.0,),
+    "attention.temperature_scale": (0.0,), "attention.causal": (True,), "use_parallel_residual": (False,),
+    "rope.scaling.attn_factor": (1.0,), "rope.scaling.yarn_log_multiplier": (0.0,),
+    "rope.scaling.yarn_attn_factor": (), "rope.scaling.yarn_ext_factor": (), "rope.scaling.yarn_beta_fast": (32.0,),
+    "rope.scaling.yarn_beta_slow": (1.0,), "rope.dimension_sections": (), "expert_count": (0,),
+    "leading_dense_block_count": (0,),
+}
+"""Keys that change what a model computes -> the values that change nothing. One that is not mapped refuses the file."""
+
+
+def unmapped(arch: Architecture, m: Metadata, head_dim: int) -> str | None:
+    """Why this file computes something that its architecture's mapping does not say, or None."""
+    for key, neutral in CHANGING.items():
+        value = m.fields.get(f"{m.prefix}.{key}")
+        if value is not None and key not in arch.reads and value not in neutral:
+            return f"its {m.prefix}.{key} = {str(value)[:40]!r} is not supported"
+    if "rope.dimension_count" not in arch.reads and m.whole("rope.dimension_count", head_dim) != head_dim:
+        return f"only {m.whole('rope.dimension_count')} of {head_dim} columns of its heads are rotated"
+    return None
 
 
 def _rms(m: Metadata) -> dict[str, Any]:
@@ -160,13 +185,11 @@ def _phi3(m: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _olmo2(m: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    if m.has("attention.sliding_window"):
-        raise Unmapped("OLMo 3 files are not supported")
     return {**_llama(m, config), "attention_bias": False}
 
 
 def _stablelm(m: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    if m.fields.get("stablelm.use_parallel_residual") or "blk.0.ffn_norm.weight" not in m.present:
+    if "blk.0.ffn_norm.weight" not in m.present:
         raise Unmapped("StableLM files with parallel layers are not supported")
     rotated = m.whole("rope.dimension_count", config["head_dim"])
     return {"layer_norm_eps": m.decimal("attention.layer_norm_epsilon"), "hidden_act": "silu",
@@ -182,6 +205,7 @@ def _starcoder2(m: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(
         hf_class="LlamaForCausalLM", model_type="llama", layer=_PLAIN, rotary=True, extra=_llama,
+        reads=("attention.sliding_window",),  # of the first Mistral; llama.cpp passes over it as well
         biases=(Biases(modules=_QKVO, flag="attention_bias"), Biases(modules=tuple(_GATED), flag="mlp_bias"))),
     "qwen2": Architecture(hf_class="Qwen2ForCausalLM", model_type="qwen2", layer=_PLAIN, extra=_llama,
                           biases=(Biases(modules=_QKV, always=True),)),
@@ -189,15 +213,19 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma": Architecture(hf_class="GemmaForCausalLM", model_type="gemma", layer=_PLAIN, extra=_gemma,
                           norm_shift=-1.0),
     "gemma2": Architecture(hf_class="Gemma2ForCausalLM", model_type="gemma2", extra=_gemma2, norm_shift=-1.0,
+                           reads=("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
                            layer=_ATTENTION | _GATED | _FOUR_NORMS),
     "gemma3": Architecture(hf_class="Gemma3ForCausalLM", model_type="gemma3_text", extra=_gemma3, norm_shift=-1.0,
+                           reads=("attention.sliding_window", "final_logit_softcapping"),
                            layer=_ATTENTION | _GATED | _FOUR_NORMS | _HEAD_NORMS),
     "phi3": Architecture(
         hf_class="Phi3ForCausalLM", model_type="phi3", extra=_phi3,
+        reads=("attention.sliding_window", "rope.scaling.attn_factor", "rope.dimension_count"),
         layer={"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", "ffn_up": "mlp.gate_up_proj",
                "ffn_down": "mlp.down_proj"} | _PRE_NORMS),
     "granite": Architecture(
         hf_class="GraniteForCausalLM", model_type="granite", layer=_PLAIN, rotary=True, extra=_granite,
+        reads=("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
         biases=(Biases(modules=_QKVO, flag="attention_bias"), Biases(modules=tuple(_GATED), flag="mlp_bias"))),
     "olmo2": Architecture(
         hf_class="Olmo2ForCausalLM", model_type="olmo2", extra=_olmo2,
@@ -205,6 +233,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
                                                    "post_ffw_norm": "post_feedforward_layernorm"}),
     "stablelm": Architecture(
         hf_class="StableLmForCausalLM", model_type="stablelm", layer=_PLAIN, extra=_stablelm,
+        reads=("rope.dimension_count",),
         biases=(Biases(modules=("attn_norm", "ffn_norm", "output_norm"), always=True),
                 Biases(modules=_QKV, flag="use_qkv_bias"))),
     "starcoder2": Architecture(

@@ -26,6 +26,7 @@ _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = dict.fromkeys(LLAMA3, _WORDS + r"\p{N}{1,3}" + _REST) | dict.fromkeys(QWEN2, _WORDS + r"\p{N}" + _REST)
 NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
+KEEP = ("<unk>", "<s>", "<|endoftext|>")
 SPACE = "\u2581"
 """What SentencePiece writes for a space."""
 SAFETENSORS = "use the safetensors folder of the same model"
@@ -124,11 +125,13 @@ def _add_whole_tokens(tokenizer: Any, tokens: list[str], fields: Mapping[str, An
     from tokenizers import AddedToken
 
     types = fields.get("tokenizer.ggml.token_type") or []
+    # The file does not say it: Phi-3's marks swallow the white space behind them (its tokenizer.json; llama.cpp too).
+    strips = fields.get("general.architecture") == "phi3" and fields.get("tokenizer.ggml.model") == "llama"
     for kind, run in itertools.groupby(zip(tokens, types, strict=False), key=lambda pair: pair[1]):
-        if kind == CONTROL:
-            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token, _ in run])
-        elif kind == USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token, _ in run])
+        if kind in (CONTROL, USER_DEFINED):
+            added = [AddedToken(token, normalized=False, special=kind == CONTROL, rstrip=strips and token not in KEEP)
+                     for token, _ in run]
+            (tokenizer.add_special_tokens if kind == CONTROL else tokenizer.add_tokens)(added)
 
 
 def _sentencepiece(path: Path, fields: Mapping[str, Any]) -> Any:

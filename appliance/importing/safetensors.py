@@ -82,6 +82,8 @@ def read_header(path: Path) -> dict[str, Entry]:
     try:
         header = json.loads(text, object_pairs_hook=without_doubles)
         assert isinstance(header, dict)
+        if b"\\u" in text:  # half a surrogate pair passes here and ends other readers
+            json.dumps(header, ensure_ascii=False).encode()
     except DoubleName as double:
         raise _broken(path, f"its header names {double} twice") from None
     except (ValueError, AssertionError, RecursionError):

@@ -4,9 +4,10 @@ One forward pass over a short text that ships with the package (`calibration.txt
 pass reaches it, from the moments X^T X of what it is given, and goes on with its quantized weights; so later layers
 make good what earlier ones lost (Frantar et al., GPTQ, 2022). Runs in the worker's environment.
 Rules: one layer in memory at a time; more than `WIDEST` columns are taken in parts that know nothing of each other;
-scales and zeros come from the search and are rounded before a code is chosen; a layer whose moments cannot be used (a
-text that never reaches it, a value that is not finite) is left to the caller. The result depends on the last bits of
-matrix products, so another CPU may choose a few other codes; the key does not depend on it.
+scales and zeros come from the search, weighted by the energy of the inputs, and are rounded before a code is chosen; a
+layer whose moments cannot be used (a text that never reaches it, a value that is not finite) is left to the caller. The
+result depends on the last bits of matrix products, so another CPU may choose a few other codes; the key does not depend
+on it.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def calibrate(folder: Path, weights: Weights, groups: dict[str, int], done: Call
         group = groups.get(module)
         if group is None:
             return None
-        found = _parts(weight, moments.of(given), group)
+        found = _quantize(weight, moments.of(given), group)
         if found is None:
             return None
         done(module, found)
@@ -72,26 +73,41 @@ def calibrate(folder: Path, weights: Weights, groups: dict[str, int], done: Call
     Model(folder, weights, visit=visit, wanted=groups).read(ids)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """Columns [start, stop): the factor of their inverse moments, and how much an error in each column counts."""
+
+    start: int
+    stop: int
+    factor: torch.Tensor
+    counts: torch.Tensor
+
+
 class _Moments:
-    """The factor of the inverse moments of the last input: q, k and v are given the same one."""
+    """The parts of the last input: q, k and v are given the same one."""
 
     def __init__(self) -> None:
         self._given: Any = None
-        self._factors: list[tuple[int, int, torch.Tensor]] | None = None
+        self._parts: list[_Part] | None = None
 
-    def of(self, given: torch.Tensor) -> list[tuple[int, int, torch.Tensor]] | None:
-        """(start, stop, upper factor) of each part of the columns; None when they cannot be used."""
+    def of(self, given: torch.Tensor) -> list[_Part] | None:
+        """None when they cannot be used."""
         if given is not self._given:
-            self._given, self._factors = given, None
-            x = given.reshape(-1, given.shape[-1])
-            columns = x.shape[1]
-            count = -(-columns // WIDEST)
-            step = -(-columns // count // 256) * 256
-            parts = [(start, min(start + step, columns)) for start in range(0, columns, step)]
-            factors = [(start, stop, _factor(x[:, start:stop])) for start, stop in parts]
-            if all(factor is not None for _, _, factor in factors):
-                self._factors = [(start, stop, factor) for start, stop, factor in factors if factor is not None]
-        return self._factors
+            self._given, self._parts = given, _split(given.reshape(-1, given.shape[-1]))
+        return self._parts
+
+
+def _split(x: torch.Tensor) -> list[_Part] | None:
+    columns = x.shape[1]
+    step = -(-columns // -(-columns // WIDEST) // 256) * 256
+    parts = []
+    for start in range(0, columns, step):
+        stop = min(start + step, columns)
+        factor, energy = _factor(x[:, start:stop]), x[:, start:stop].square().mean(dim=0)
+        if factor is None:
+            return None
+        parts.append(_Part(start=start, stop=stop, factor=factor, counts=energy / energy.mean()))
+    return parts
 
 
 def _factor(x: torch.Tensor) -> torch.Tensor | None:
@@ -114,13 +130,13 @@ def _factor(x: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
-def _parts(weight: torch.Tensor, factors: list[tuple[int, int, torch.Tensor]] | None, group: int) -> Quantized | None:
+def _quantize(weight: torch.Tensor, parts: list[_Part] | None, group: int) -> Quantized | None:
     import torch
 
-    if factors is None or any(start % group for start, _, _ in factors):
+    if parts is None:
         return None
-    found = [_feedback(weight[:, start:stop], factor, group) for start, stop, factor in factors]
-    codes, scale, zero = (torch.cat(part, dim=1) for part in zip(*found, strict=True))
+    found = [_feedback(weight[:, part.start : part.stop], part, group) for part in parts]
+    codes, scale, zero = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
     values = dequantize(codes, scale, zero)
     if not bool(torch.isfinite(values.to(torch.bfloat16)).all()):
         return None
@@ -129,12 +145,12 @@ def _parts(weight: torch.Tensor, factors: list[tuple[int, int, torch.Tensor]] | 
                      noise=float(error.square_().sum(dtype=torch.float64)))
 
 
-def _feedback(weight: torch.Tensor, factor: torch.Tensor, group: int,
+def _feedback(weight: torch.Tensor, part: _Part, group: int,
               ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scale and zero, column by column; what a column lost is taken from those to its right."""
     import torch
 
-    w = weight.clone()
+    w, factor, counts = weight.clone(), part.factor, part.counts
     n, columns = w.shape
     codes = torch.empty((columns, n), dtype=torch.uint8)
     scales, zeros = (torch.empty((n, columns // group), dtype=torch.bfloat16) for _ in range(2))
@@ -144,7 +160,7 @@ def _feedback(weight: torch.Tensor, factor: torch.Tensor, group: int,
         lost = torch.empty((n, last - first))
         for column in range(first, last):
             if column % group == 0:
-                scale, zero = _grid(w[:, column : column + group].contiguous())
+                scale, zero = _grid(w[:, column : column + group].contiguous(), counts[column : column + group])
                 scales[:, column // group], zeros[:, column // group] = scale, zero
             here = w[:, column]
             code = (here - zero).div_(scale).round_().clamp_(-8, 7)
@@ -156,8 +172,8 @@ def _feedback(weight: torch.Tensor, factor: torch.Tensor, group: int,
     return codes.T.contiguous(), scales, zeros
 
 
-def _grid(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero in float32, with values that bf16 holds."""
+def _grid(groups: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and zero in float32, with values that bf16 holds; `counts`: see `_Part`."""
     scale, zero = (part.float() for part in whole_range(groups, 4))
-    search(groups, scale, zero, 4)
+    search(groups, scale, zero, 4, counts)
     return scale, zero

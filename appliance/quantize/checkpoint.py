@@ -195,6 +195,8 @@ def _write_calibrated(writer: ShardWriter, out: Path, form: NormalForm, plan: La
 
     groups = {c.module: c.group for c in plan.choices
               if c.group is not None and not c.lattice and not is_table(c.tensor.name) and len(c.tensor.shape) == 2}
+    sizes = {c.module: c.tensor.bytes for c in plan.choices if c.module in groups}
+    done, total = 0, sum(sizes.values())
     written: dict[str, Tally] = {}
     if not groups:
         return written, ""
@@ -202,11 +204,13 @@ def _write_calibrated(writer: ShardWriter, out: Path, form: NormalForm, plan: La
     from appliance.quantize.calibrate import Quantized, calibrate
 
     def store(module: str, found: Quantized) -> None:
+        nonlocal done
         writer.write(f"{module}.{PACKED}", pack(found.codes))
         writer.write(f"{module}.{SCALE}", found.scale)
         writer.write(f"{module}.{ZERO}", found.zero)
         written[module] = Tally(signal=found.signal, noise=found.noise)
-        event({"event": "progress", "done_bytes": len(written), "total_bytes": len(groups), "item": module})
+        done += sizes[module]
+        event({"event": "progress", "done_bytes": done, "total_bytes": total, "item": module})
 
     event({"event": "phase", "phase": "calibrating", "note": f"{len(groups)} layers"})
     note = ""

@@ -20,8 +20,8 @@ from appliance.quantize.grid import SMALLEST_STEP, middle
 if TYPE_CHECKING:
     import torch
 
-CLIPS = ((1.0, 1.0), (0.95, 0.95), (0.9, 0.9), (0.85, 0.85), (0.8, 0.8), (0.75, 0.75), (0.7, 0.7), (1.0, 0.9),
-         (0.9, 1.0), (1.0, 0.8), (0.8, 1.0), (1.0, 0.85), (0.85, 1.0))
+CLIPS = ((1.0, 1.0), (0.95, 0.95), (0.9, 0.9), (0.85, 0.85), (0.8, 0.8), (0.75, 0.75), (1.0, 0.9), (0.9, 1.0),
+         (1.0, 0.8), (0.8, 1.0))
 """Ranges that are tried, as shares of the half below and above the middle."""
 FITS = 2
 """Least squares fits from each range."""
@@ -30,18 +30,22 @@ THREAD_GROUPS = 4096
 LIBRARY = Path(appliance.__file__).with_name("kernels") / "libint4.so"
 
 
-def search(groups: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int) -> None:
-    """Improve scale and zero float32 [n] (of the min/max grid) of groups float32 [n, g] in place."""
+def search(groups: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int,
+           counts: torch.Tensor | None = None) -> None:
+    """Improve scale and zero float32 [n] (of the min/max grid) of groups float32 [n, g] in place.
+
+    `counts` float32 [g]: how much an error in each column counts; None: all alike."""
     native = _native()
     if native is None:
-        _search(groups, scale, zero, bits)
+        _search(groups, scale, zero, bits, counts)
         return
     import torch
 
     clips = torch.tensor(CLIPS, dtype=torch.float32)
 
     def part(start: int, stop: int) -> None:
-        native(groups[start:].data_ptr(), stop - start, groups.shape[1], bits, clips.data_ptr(), len(CLIPS), FITS,
+        each = None if counts is None else counts.data_ptr()
+        native(groups[start:].data_ptr(), each, stop - start, groups.shape[1], bits, clips.data_ptr(), len(CLIPS), FITS,
                scale[start:].data_ptr(), zero[start:].data_ptr())
 
     n = len(groups)
@@ -58,25 +62,30 @@ def search(groups: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: 
 def _native() -> ctypes._NamedFuncPointer | None:
     """The function of the library; None where there is none."""
     try:
-        found: ctypes._NamedFuncPointer = ctypes.CDLL(str(LIBRARY)).int4_grid_search
+        found: ctypes._NamedFuncPointer = ctypes.CDLL(str(LIBRARY)).int4_fit_groups
     except (OSError, AttributeError):
         return None
     pointer, count, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    found.argtypes = [pointer, count, small, small, pointer, small, small, pointer, pointer]
+    found.argtypes = [pointer, pointer, count, small, small, pointer, small, small, pointer, pointer]
     found.restype = None
     return found
 
 
-def _search(groups: torch.Tensor, best_scale: torch.Tensor, best_zero: torch.Tensor, bits: int) -> None:
+def _search(groups: torch.Tensor, best_scale: torch.Tensor, best_zero: torch.Tensor, bits: int,
+            counts: torch.Tensor | None = None) -> None:
     """The same in torch, several times slower. Columns come first, since the library adds them up one by one."""
     import torch
 
     low, high, steps = -float(middle(bits)), float(middle(bits) - 1), float((1 << bits) - 1)
-    size = float(groups.shape[1])
+    size = float(groups.shape[1]) if counts is None else _sum(counts[:, None])
     first, last = groups.amin(-1), groups.amax(-1)
     centre, half = last * 0.5 + first * 0.5, last * 0.5 - first * 0.5
     w = (groups - centre[:, None]).T.contiguous()
-    mean = _sum(w) / size
+
+    def counted(columns: torch.Tensor) -> torch.Tensor:
+        return columns if counts is None else columns * counts[:, None]
+
+    mean = _sum(counted(w)) / size
     best = torch.full_like(centre, torch.inf)
 
     def attempt(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
@@ -85,7 +94,7 @@ def _search(groups: torch.Tensor, best_scale: torch.Tensor, best_zero: torch.Ten
         codes = (w - shifted) * (1.0 / scale)
         codes = torch.where(codes > low, codes, low)
         codes = torch.where(codes < high, codes, high).round()
-        error = _sum(((codes * scale + shifted) - w).square())
+        error = _sum(counted(((codes * scale + shifted) - w).square()))
         better = error < best
         best.copy_(torch.where(better, error, best))
         best_scale.copy_(torch.where(better, scale, best_scale))
@@ -101,9 +110,10 @@ def _search(groups: torch.Tensor, best_scale: torch.Tensor, best_zero: torch.Ten
             codes = attempt(scale, zero)
             if fit == FITS:
                 break
-            total = _sum(codes)
+            each = counted(codes)
+            total = _sum(each)
             q = total / size
-            slope = (_sum(codes * w) - total * mean) / (_sum(codes.square()) - total * q)
+            slope = (_sum(each * w) - total * mean) / (_sum(each * codes) - total * q)
             scale, zero = _step(slope), _bf16((mean - q * slope) + centre)
 
 

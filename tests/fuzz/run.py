@@ -67,7 +67,7 @@ def run(kind: str, first: int, count: int, home: Path) -> dict[str, Any]:
             said = one(kind, place, home / "out", number)
         except ModelError as error:
             said = "refused"
-            if error.exit_code != 65 or "\n" in error.line or not error.why or len(error.line) > 2000:
+            if error.exit_code != 65 or "\n" in error.line or not (error.why or error.do) or len(error.line) > 2000:
                 failures.append({"case": number, "what": f"a line that is none: {error.line[:300]}"})
         except BaseException as error:
             said = "failed"

@@ -26,7 +26,7 @@ sys.path[:0] = [{gguf!r}, {root!r}]
 import runpy
 from conversion.base import TextModel
 TextModel.get_vocab_base_pre = lambda self, tokenizer: {pre!r}
-sys.argv = ["convert_hf_to_gguf.py", {folder!r}, "--outfile", {file!r}, "--outtype", {kind!r}]
+sys.argv = ["convert_hf_to_gguf.py", {folder!r}, "--outfile", {file!r}, "--outtype", {kind!r}, "--model-name", {name!r}]
 runpy.run_path({script!r}, run_name="__main__")
 """
 """The converter knows tokenizers by a hash of what they make of a text; a tiny one of our own it has to be told."""
@@ -35,12 +35,12 @@ LETTER = 69
 """The id of a token of one ASCII character in both kinds of tokenizer that `models` makes."""
 
 
-def convert(folder: Path, file: Path, *, kind: str = "f32", pre: str = "smollm") -> None:
+def convert(folder: Path, file: Path, *, kind: str = "f32", pre: str = "smollm", name: str = "tiny") -> None:
     """A Hugging Face folder as a GGUF file, by llama.cpp's own converter."""
     root = build_llama.fetch(None)
     code = CONVERT.format(gguf=str(root / "gguf-py"), root=str(root), pre=pre, folder=str(folder), file=str(file),
-                          kind=kind, script=str(root / "convert_hf_to_gguf.py"))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False,
+                          name=name, kind=kind, script=str(root / "convert_hf_to_gguf.py"))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, errors="replace", check=False,
                           env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -48,7 +48,7 @@ def convert(folder: Path, file: Path, *, kind: str = "f32", pre: str = "smollm")
 def quantize(source: Path, target: Path, kind: str, *options: str) -> None:
     """`--pure`: every matrix in this type; without it the mixture that users get by that name."""
     done = subprocess.run([str(build_llama.binary("llama-quantize", "native")), *options, str(source), str(target),
-                           kind], capture_output=True, text=True, check=False)
+                           kind], capture_output=True, text=True, errors="replace", check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
 
 
@@ -86,7 +86,7 @@ def serving(file: Path) -> Iterator[Server]:
     process = subprocess.Popen(
         [str(build_llama.binary("llama-server", "native")), "-m", str(file), "--port", str(port), "-c", "256", "-np",
          "1", "-t", "2", "--no-warmup", "-ctk", "f32", "-ctv", "f32", "-fa", "off", "--offline"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
     try:
         deadline = time.monotonic() + 60
         while True:

@@ -56,7 +56,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 SENTENCEPIECE = ("gemma", "gemma2", "gemma3", "phi3", "phi3-long", "llama-tied", "mistral")
 
 
-def make(folder: Path, name: str, *, shape: dict[str, Any] | None = None) -> Any:
+def make(folder: Path, name: str, *, shape: dict[str, Any] | None = None, gain: float = 1.5) -> Any:
     """Write the folder of a model with tokenizer; returns the transformers model in fp32 with the weights as stored."""
     family, more = ARCHITECTURES[name]
     config = getattr(transformers, f"{family}Config")(**{**SHAPE, **(shape or {}), **more})
@@ -64,13 +64,13 @@ def make(folder: Path, name: str, *, shape: dict[str, Any] | None = None) -> Any
     model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).float().eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            scale_up(parameter_name, parameter)
+            scale_up(parameter_name, parameter, gain)
     model.save_pretrained(folder)
     (sentencepiece if name in SENTENCEPIECE else byte_level)(folder, config.vocab_size)
     return model
 
 
-def scale_up(name: str, parameter: torch.Tensor) -> None:
+def scale_up(name: str, parameter: torch.Tensor, gain: float) -> None:
     if "norm" in name and name.endswith("weight"):
         parameter.add_(torch.randn_like(parameter) * 0.1)
     elif parameter.ndim == 1:
@@ -78,7 +78,7 @@ def scale_up(name: str, parameter: torch.Tensor) -> None:
     elif "embed_tokens" in name or "lm_head" in name:
         parameter.copy_(torch.randn_like(parameter) * 3 / parameter.shape[1] ** 0.5)
     else:
-        parameter.copy_(torch.randn_like(parameter) * 1.5 / parameter.shape[1] ** 0.5)
+        parameter.copy_(torch.randn_like(parameter) * gain / parameter.shape[1] ** 0.5)
 
 
 def byte_level(folder: Path, vocab: int) -> None:

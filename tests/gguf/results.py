@@ -36,9 +36,9 @@ def architectures(found: dict[str, Any]) -> str:
 def types(found: dict[str, Any]) -> str:
     order = sorted(found.items(), key=lambda item: -item[1]["bits"])
     rows = [[name, f"{one['bits']:.2f}", f"{one['decoded']:.1e}", f"{one['decoded_largest']:.1e}", one["linears"],
-             one["table"], f"{one['stored_bits']:.2f}", f"{one['stored']:.3f}", f"{one['kl']:.4f}"]
+             one["table"], f"{one['served']:.3f}", f"{one['stored_bits']:.2f}", f"{one['stored']:.3f}", f"{one['kl']:.4f}"]
             for name, one in order]
-    return _table(["type", "bits in file", "decoded: mean", "largest", "linears", "tables", "bits stored", "stored: mean",
+    return _table(["type", "bits in file", "decoded: mean", "largest", "linears", "tables", "served by llama.cpp: mean", "bits stored", "stored: mean",
                    "KL"], rows)
 
 

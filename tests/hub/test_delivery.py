@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_not_fetched(hub: FakeHub, tmp_path: Path, monkeypa
     assert hub.asked("cdn")
     assert all(r["range"] for r in hub.asked("cdn"))
     assert add(delivery(hub, tmp_path, refused=refusal), even_so=True).name == "name"
-    full = shutil.disk_usage(tmp_path)._replace(free=70 << 20)
+    full = shutil.disk_usage(tmp_path)._replace(free=(64 << 20) + 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: full)
     with pytest.raises(ApplianceError, match=r"is too full: about .* are needed") as caught:
         add(delivery(hub, tmp_path / "other"))
@@ -212,6 +212,22 @@ def test_the_verdict_is_what_will_be_stored(hub: FakeHub, tmp_path: Path) -> Non
     assert verdict.stored_bytes == one.store.get("name").bytes
     assert verdict.facts is not None
     assert verdict.facts.bits_per_weight == one.store.get("name").manifest["report"]["bits_per_weight"]
+
+
+def test_the_files_of_a_stored_model_can_be_had_again(hub: FakeHub, tmp_path: Path) -> None:
+    """For a repair: the recorded commit, in its files, for as long as they are needed; kept ones are not fetched."""
+    one = delivery(hub, tmp_path)
+    added = add(one, keep_source=True)
+    source = str(one.store.read(added.digest).manifest["source"])
+    hub.repos["org/name"].revisions = ()
+    for fetched in (0, 3):
+        hub.requests.clear()
+        with one.files(source) as place:
+            assert place.is_dir()
+            assert (place / "model-00001-of-00003.safetensors").read_bytes() == hub.repos["org/name"].files["model-00001-of-00003.safetensors"]
+        assert len([r for r in hub.asked("cdn") if r["range"] is None]) == fetched
+        assert place.is_dir() == (fetched == 0)
+        assert Sources(one.store.root).prune(kept=True) >= 0
 
 
 def test_two_at_once_fetch_once(hub: FakeHub, tmp_path: Path) -> None:

@@ -47,12 +47,7 @@ def config(tied: bool = False, **raw: Any) -> Any:
 
 def weight(n: int, k: int, group: int, bits: int = 4) -> reference.Portable:
     values = torch.randn(n, k, generator=torch.Generator().manual_seed(n * k), dtype=torch.float32)
-    if bits == 4:
-        return reference.quantize(values, group)
-    from appliance.quantize.grid import minmax
-
-    codes, scale, zero = minmax(values, group, bits)
-    return reference.Portable(packed=codes, scale=scale, zero=zero, bits=bits)
+    return reference.quantize(values, group, bits)
 
 
 def load(layer: Any, portable: reference.Portable, *shard: Any) -> None:
@@ -89,8 +84,8 @@ def test_case_041_a_vocabulary_that_fills_no_block(vocabulary: int, tied: bool, 
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     made = config(tied=tied, group_size=32, **({"table_bits": 8} if bits == 8 else {}))
-    table = VocabParallelEmbedding(vocabulary, 96, quant_config=made, prefix="model.embed_tokens")
-    head = ParallelLMHead(vocabulary, 96, quant_config=made, prefix="lm_head")
+    table = VocabParallelEmbedding(vocabulary, 96, quant_config=made, prefix="model.embed_tokens", disable_tp=True)
+    head = ParallelLMHead(vocabulary, 96, quant_config=made, prefix="lm_head", disable_tp=True)
     portable = weight(vocabulary, 96, 32, bits)
     load(table, portable)
     if tied:
@@ -114,9 +109,9 @@ def test_a_table_that_is_given_no_quantization_gets_it() -> None:
 
     made = config(group_size=32)
     with quantized_tables(made, 331):
-        assert isinstance(VocabParallelEmbedding(331, 64).quant_method, Int4TableMethod)
-        assert not isinstance(VocabParallelEmbedding(16, 64).quant_method, Int4TableMethod), "a table of something else"
-    assert not isinstance(VocabParallelEmbedding(331, 64).quant_method, Int4TableMethod)
+        assert isinstance(VocabParallelEmbedding(331, 64, disable_tp=True).quant_method, Int4TableMethod)
+        assert not isinstance(VocabParallelEmbedding(16, 64, disable_tp=True).quant_method, Int4TableMethod), "a table of something else"
+    assert not isinstance(VocabParallelEmbedding(331, 64, disable_tp=True).quant_method, Int4TableMethod)
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [1, 0, 3, 2], [3, 2, 1, 0]])

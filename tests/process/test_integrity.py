@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from appliance import manifest
 from appliance.prepared import folder_name
+from appliance.sources import Sources
 from tests.process.conftest import Agent
 from tests.process.fake_models import fake_python, source_folder
 from tests.process.test_store_kill import Node
@@ -154,11 +156,28 @@ def test_a_repair_keeps_everything_that_is_recorded(node: Node) -> None:
         assert after[field] == before[field]
 
 
+def test_what_came_from_the_hub_is_made_again_from_the_kept_files(node: Node, tmp_path: Path) -> None:
+    """At a start nothing is fetched: the kept files serve, and without them the service says what to run."""
+    origin = "hf:org/name@" + "c" * 40
+    file = model_file(node, "manifest.json")
+    file.chmod(0o644)
+    file.write_text(manifest.text({**json.loads(file.read_text()), "source": origin}))
+    flip(model_file(node))
+    (tmp_path / "source" / "behaviour.json").unlink()
+    assert f"its source cannot be used: {origin} is not kept here" in provision(node)["why"]
+    sources = Sources(node.store.root)
+    with sources.hold("org--name--cccccccccccc") as held:
+        for one in (tmp_path / "source").iterdir():
+            one.rename(held.path / one.name)
+        files = {one.name: {"bytes": one.stat().st_size, "sha256": None, "git_sha1": None} for one in held.path.iterdir()}
+        sources.describe(held, source=origin, commit="c" * 40, files=files, kept=True)
+    assert provision(node)["mended"].endswith(f"was made again from {origin}")
+    assert node.store.get("tiny").manifest["source"] == origin
+    node.check()
+
+
 def test_the_quick_look_is_bounded_and_rotates(node: Node) -> None:
     """A start may read 256 MiB and a second: what one start passes over, the next one reads."""
-    file = model_file(node)
-    manifest = json.loads((file.parent / "manifest.json").read_text())
-    assert manifest["checksum"]
     places = node.store.root.parent / "state" / "patrol.json"
     provision(node)
     first = json.loads(places.read_text())

@@ -117,7 +117,7 @@ def test_streamed_scores_are_those_of_transformers(tmp_path: Path, name: str) ->
     ids = windows(read_text(None), tmp_path / "out", 256)
     found = score(tmp_path / "out", of_stored(tmp_path / "out"), None, ids, lambda event: None)
     model = reference.load(tmp_path / "out")
-    expected = -sum(sum(values[255:]) for values in reference.logprobs(model, ids.tolist())) / found.tokens
+    expected = -sum(sum(values[256:]) for values in reference.logprobs(model, ids.tolist())) / found.tokens
     assert found.tokens == 255 * len(ids)
     assert float(torch.tensor(found.perplexity).log()) == pytest.approx(expected, abs=1e-4)
     assert found.source_perplexity is None

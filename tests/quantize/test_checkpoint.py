@@ -67,7 +67,7 @@ def test_weights_are_those_of_the_source(tmp_path: Path, dtype: torch.dtype) -> 
     assert report["parameters"] == sum(t.numel() for t in source.values())
     assert report["out_bytes"] == sum(f.stat().st_size for f in (tmp_path / "out").iterdir())
     assert len(report["layers"]) == 15
-    assert all(layer["route"] == "searched" and layer["snr_db"] > 20 for layer in report["layers"])
+    assert all(layer["route"] == "min/max" and layer["snr_db"] > 20 for layer in report["layers"])
 
 
 def test_blocks_and_shards_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

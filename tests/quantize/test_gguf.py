@@ -353,6 +353,27 @@ def test_metadata_of_any_kind_is_used_or_refused(tmp_path: Path, monkeypatch: py
     assert refused > 100
 
 
+@pytest.mark.parametrize(("key", "value", "why"), [
+    ("llama.attention.scale", 0.25, "its llama.attention.scale = '0.25' is not supported"),
+    ("llama.expert_count", 8, "its llama.expert_count = '8' is not supported"),
+    ("llama.rope.dimension_count", 8, "only 8 of 16 columns of its heads are rotated"),
+    ("llama.attention.value_length", 8, "its keys and values have different widths"),
+    ("llama.attention.causal", False, "its llama.attention.causal = 'False' is not supported"),
+    ("llama.rope.scaling.type", "longest", "rope scaling 'longest' is not supported"),
+])
+def test_what_changes_a_model_and_is_not_mapped_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: Any,
+                                                           why: str) -> None:
+    from appliance.importing import gguf as importer
+
+    write_gguf(tmp_path / "m.gguf", random_tensors(WIDE))
+    header = importer.read_header(tmp_path / "m.gguf")
+    odd = dataclasses.replace(header, fields={**header.fields, key: value})
+    monkeypatch.setattr(importer, "read_header", lambda path: odd)
+    with pytest.raises(ModelError) as caught:
+        importer.open_gguf(inspect(tmp_path / "m.gguf"))
+    assert why in caught.value.line
+
+
 def test_case_030_a_cut_gguf_is_one_line(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", random_tensors(WIDE), kind="Q8_0")
     whole = (tmp_path / "m.gguf").read_bytes()

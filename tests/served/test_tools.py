@@ -77,6 +77,7 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     home.mkdir()
     file = home / "template.jinja"
     file.write_text(TEMPLATE)
+    (home / "appliance.yaml").write_text("")
     added = run_applianctl(home, "model", "add", "smollm2", "--name", "caller", "--chat-template", str(file))
     assert added.returncode == 0, added.stderr
     service = serve(home, settings="model: caller\n")
@@ -103,6 +104,7 @@ def test_the_parser_of_the_template_reads_a_call(hermes: Served) -> None:
 def test_case_013_a_template_that_fails_is_told_at_add(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
+    (home / "appliance.yaml").write_text("")
     file = tmp_path / "bad.jinja"
     file.write_text("{% for m in messages %}{{ m.content }}")
     done = run_applianctl(home, "model", "add", "smollm2", "--name", "bad", "--chat-template", str(file))

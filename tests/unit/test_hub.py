@@ -11,7 +11,9 @@ import pytest
 
 from appliance.delivery import hub_name
 from appliance.errors import ConfigError, ModelError, TransientError, UsageError
+from appliance.hub import fetching
 from appliance.hub.access import ENDPOINT, endpoint_refusal, read_access, read_token, token_pipe
+from appliance.hub.orders import Order
 from appliance.hub.reference import Reference, is_hub, parse
 from appliance.hub.selection import RemoteFile, gguf_files, quant_of, read_listing, small_files, weight_files
 from appliance.settings import Settings
@@ -205,3 +207,24 @@ def test_keys_stay_apart_and_inside() -> None:
     keys = {key_of("a/b", "c" * 40, None), key_of("a/b", "d" * 40, None), key_of("a/b", "c" * 40, "x.gguf"), key_of("a/c", "c" * 40, None)}
     assert len(keys) == 4
     assert not [key for key in keys if "/" in key or key.startswith(".")]
+
+
+class SlowHub:
+    def download(self, _listing: Any, file: RemoteFile, target: Path, on_bytes: Any) -> None:
+        target.write_bytes(bytes(file.bytes))
+        on_bytes(1)
+        on_bytes(file.bytes - 1)
+
+
+def test_a_slow_fetch_shows_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step of the progress of a large model may take an hour; a job that says nothing is ended after 15 minutes."""
+    sources = Sources(tmp_path)
+    describe(sources, "x", 0)
+    order = Order(endpoint="http://x", repo="org/name", revision="c" * 40, file=None, folder=str(tmp_path / "sources" / "x"))
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr(fetching, "ALIVE_S", -1.0)
+    report = fetching.fetch(SlowHub(), order, tmp_path / "sources" / "x", said.append)  # type: ignore[arg-type]
+    assert report == {"fetched_bytes": 100, "files": 1}
+    assert [one["event"] for one in said] == ["phase", "alive", "progress", "alive", "progress"]
+    assert said[-1] == {"event": "progress", "done_bytes": 100, "total_bytes": 100, "item": "a.safetensors"}
+    assert fetching.fetch(SlowHub(), order, tmp_path / "sources" / "x", said.append)["fetched_bytes"] == 0  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from appliance.cli.application import Application
 from appliance.cli.model import model
 from appliance.cli.progress import Progress
-from appliance.errors import ConfigError, ModelError, StoreError, UsageError
+from appliance.errors import ConfigError, ModelError, UsageError
 from appliance.prepared import folder_name
 from appliance.store import Store
 from tests.process.fake_models import fake_python, source_folder

@@ -32,7 +32,8 @@ struct Sums {
   Lanes error, codes, squares, products;
 };
 
-INLINE void measure(const Lanes* u, int group, float low, float high, const Candidate& c, Sums& out) {
+template <bool kWeighted>
+INLINE void measure(const Lanes* u, const float* counts, int group, float low, float high, const Candidate& c, Sums& out) {
   const Lanes lo = FILL(low), hi = FILL(high), shift = FILL(12582912.0f), inverse = 1.0f / c.scale;
   Sums s = {};
   for (int i = 0; i < group; i++) {
@@ -41,17 +42,20 @@ INLINE void measure(const Lanes* u, int group, float low, float high, const Cand
     q = q < hi ? q : hi;
     q = (q + shift) - shift;  // the nearest whole number, ties to even
     const Lanes d = (q * c.scale + c.shifted) - u[i];
-    s.error += d * d;
-    s.codes += q;
-    s.squares += q * q;
-    s.products += q * u[i];
+    const Lanes counted = kWeighted ? q * counts[i] : q;
+    s.error += kWeighted ? d * d * counts[i] : d * d;
+    s.codes += counted;
+    s.squares += counted * q;
+    s.products += counted * u[i];
   }
   out = s;
 }
 
-__attribute__((target_clones("avx512f", "avx2", "default")))
-void search(const float* weights, int64_t groups, int group, int bits, const float* clips, int count, int refine,
-            float* scales, float* zeros) {
+template <bool kWeighted>
+INLINE void search(const float* weights, const float* counts, int64_t groups, int group, int bits, const float* clips,
+                   int count, int refine, float* scales, float* zeros) {
+  float size = 0;
+  for (int i = 0; i < group; i++) size += kWeighted ? counts[i] : 1.0f;
   const float low = -(float)(1 << (bits - 1)), high = (float)((1 << (bits - 1)) - 1), steps = (float)((1 << bits) - 1);
   Lanes u[kMaxGroup];
   for (int64_t base = 0; base < groups; base += kLanes) {
@@ -69,12 +73,15 @@ void search(const float* weights, int64_t groups, int group, int bits, const flo
     }
     const Lanes centre = last * 0.5f + first * 0.5f, half = last * 0.5f - first * 0.5f;
     Lanes mean = {};
-    for (int i = 0; i < group; i++) mean += u[i] -= centre;
-    mean /= (float)group;
+    for (int i = 0; i < group; i++) {
+      u[i] -= centre;
+      mean += kWeighted ? u[i] * counts[i] : u[i];
+    }
+    mean /= size;
     Candidate c, best;
     Sums sums;
     Candidate::set(c, scale, zero, centre);  // rounds nothing: both are bf16 already
-    measure(u, group, low, high, c, sums);
+    measure<kWeighted>(u, counts, group, low, high, c, sums);
     best = c;
     Lanes least = sums.error;
     for (int i = 0; i < count; i++) {
@@ -82,12 +89,12 @@ void search(const float* weights, int64_t groups, int group, int bits, const flo
       const Lanes step = (to - from) / steps;
       Candidate::set(c, step, from - low * step, centre);
       for (int fit = 0;; fit++) {
-        measure(u, group, low, high, c, sums);
+        measure<kWeighted>(u, counts, group, low, high, c, sums);
         best.scale = sums.error < least ? c.scale : best.scale;
         best.zero = sums.error < least ? c.zero : best.zero;
         least = sums.error < least ? sums.error : least;
         if (fit == refine) break;
-        const Lanes q = sums.codes / (float)group;
+        const Lanes q = sums.codes / size;
         const Lanes slope = (sums.products - sums.codes * mean) / (sums.squares - sums.codes * q);
         Candidate::set(c, slope, (mean - q * slope) + centre, centre);
       }
@@ -96,11 +103,31 @@ void search(const float* weights, int64_t groups, int group, int bits, const flo
   }
 }
 
+#ifdef __GLIBC__  // other C libraries cannot pick a copy at load
+__attribute__((target_clones("avx512f", "avx2", "default")))
+#endif
+void search_alike(const float* weights, int64_t groups, int group, int bits, const float* clips, int count, int refine,
+                  float* scales, float* zeros) {
+  search<false>(weights, nullptr, groups, group, bits, clips, count, refine, scales, zeros);
+}
+
+#ifdef __GLIBC__  // other C libraries cannot pick a copy at load
+__attribute__((target_clones("avx512f", "avx2", "default")))
+#endif
+void search_weighted(const float* weights, const float* counts, int64_t groups, int group, int bits, const float* clips,
+                     int count, int refine, float* scales, float* zeros) {
+  search<true>(weights, counts, groups, group, bits, clips, count, refine, scales, zeros);
+}
+
 }  // namespace
 
-// weights [groups, group], group up to 256; clips [count][2]; scales and zeros in and out.
-extern "C" __attribute__((visibility("default"))) void int4_grid_search(
-    const float* weights, int64_t groups, int32_t group, int32_t bits, const float* clips, int32_t count,
-    int32_t refine, float* scales, float* zeros) {
-  search(weights, groups, group, bits, clips, count, refine, scales, zeros);
+// weights [groups, group], group up to 256; counts [group]: how much an error in each column counts, or null; clips
+// [count][2]; scales and zeros in and out.
+extern "C" __attribute__((visibility("default"))) void int4_fit_groups(
+    const float* weights, const float* counts, int64_t groups, int32_t group, int32_t bits, const float* clips,
+    int32_t count, int32_t refine, float* scales, float* zeros) {
+  if (counts)
+    search_weighted(weights, counts, groups, group, bits, clips, count, refine, scales, zeros);
+  else
+    search_alike(weights, groups, group, bits, clips, count, refine, scales, zeros);
 }
