@@ -37,8 +37,8 @@ NATIVE = "native"
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How to quantize; None: by the model's size and source. `grid`: one of `format.GRIDS`; `table_bits`: 4, 8, or 16 to
-    keep the tables bf16; `ignore` names layers that stay bf16.
+    """How to quantize; None: by the model's size and source. `grid`: one of `format.GRIDS`; `table_bits`: 4, 8, or 16
+    to keep the tables bf16; `ignore` names layers that stay bf16.
     """
 
     grid: str | None = None
@@ -77,9 +77,9 @@ def add_model(
 ) -> Added:
     """Put a source into the store under `name` (None: a name made from the source), unless it is there already.
 
-    `source`: `smollm2`, a GGUF file or a folder; or any text that is recorded, and then `path` says where the files lie,
-    and `origin` is added to the report. `worker_python` is asked only when something must be made. `now` in seconds since
-    1970. Events are those of the job, with the phases `checking`, `waiting` and `storing` of our own.
+    `source`: `smollm2`, a GGUF file or a folder; or any text that is recorded, and then `path` says where the files
+    lie, and `origin` is added to the report. `worker_python` is asked only when something must be made. `now` in
+    seconds since 1970. Events are those of the job, with the phases `checking`, `waiting` and `storing` of our own.
     Raises UsageError (name), ModelError (source), StoreError (disk), or what the quantizing child ended with.
     """
     started = time.monotonic()

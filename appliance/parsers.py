@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 AUTO, NONE = "auto", "none"
 FORCED_FORM = "hermes"
-"""The parser of a model that has none: vLLM wants one even for calls that are required or named, and holds the answer to
-its form then; free choice stays closed."""
+"""The parser of a model that has none: vLLM wants one even for calls that are required or named, and holds the answer
+to its form then; free choice stays closed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -157,7 +157,8 @@ def _asked(runtime: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(found, dict) or not isinstance(found.get("sentence"), str):
         return None
-    return found | {"warnings": [*(found.get("warnings") or ()), f"{runtime / FILE} cannot be written: the disk is full or not writable"]}
+    warning = f"{runtime / FILE} cannot be written: the disk is full or not writable"
+    return found | {"warnings": [*(found.get("warnings") or ()), warning]}
 
 
 def _since_boot() -> float:

@@ -21,7 +21,8 @@ class TurnedAway(Exception):
 
 
 class Line:
-    """`seats`, `places`: the bounds now. `inside`: requests that entered; `running`: those with seats; `taken`: seats."""
+    """`seats`, `places`: the bounds now. `inside`: requests that entered; `running`: those with seats; `taken`: the
+    seats they have."""
 
     def __init__(self, *, seats: Callable[[], int], places: Callable[[], int]) -> None:
         self._seats = seats

@@ -42,8 +42,8 @@ LAST_WORD_S = 2.0
 @dataclass(kw_only=True, eq=False)
 class Flight:
     """A request in work, as the heartbeat sees it. Clocks: the event loop's. `entered`: it has a place in the line;
-    `seats`: how many it takes; `asked`: the worker was; `writing_since`: the client has taken nothing since then; `failed`: the worker's stream
-    said an error; `ended`: why the door ends it."""
+    `seats`: how many it takes; `asked`: the worker was; `writing_since`: the client has taken nothing since then;
+    `failed`: the worker's stream said an error; `ended`: why the door ends it."""
 
     task: asyncio.Task[object]
     began: float

@@ -69,7 +69,7 @@ def test_logits_of_a_type(tmp_path: Path, source: Path, kind: str) -> None:
         assert float((state[name] - value).abs().max()) <= 1e-6 * float(value.abs().max()), name
     theirs, served = asked(tmp_path / "expanded.gguf"), asked(file)
     assert float(theirs.std()) >= 1.5
-    report, stored_model = imported.requantized(file, tmp_path / "out", grid="auto")
+    report, stored_model = imported.requantized(file, tmp_path / "out", grid="search")
     stored = imported.logprobs(stored_model, IDS)[list(ROWS)]
     difference = (decoded - theirs).abs()
     tables = [one for one in report["layers"] if one["name"].endswith(("embed_tokens", "lm_head"))]
