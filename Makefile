@@ -53,9 +53,10 @@ test-gguf: $(WORKER)/.installed $(NATIVE) $(TESTLIB)/.installed $(AGENT)/.model 
 test-served: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Tests against real vLLM (three starts).
 	$(AGENT)/bin/python -m pytest tests/served -m "not heavy"
 
-test-models: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE) $(TESTLIB)/.installed  ## Every architecture in the table of docs/models.md, by real vLLM against transformers.
+test-models: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE) $(TESTLIB)/.installed  ## Every architecture in the table of docs/models.md, by real vLLM against transformers; parsers of tools and thinking.
 	PYTHONPATH=$(TESTLIB) $(WORKER)/bin/python -m pytest tests/models/test_models.py
 	$(AGENT)/bin/python -m pytest tests/models/test_service.py
+	$(AGENT)/bin/python -m pytest tests/served/test_tools.py -m heavy
 	$(AGENT)/bin/python -m tests.models.render
 
 test-fields: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Each config field off its default on a warm cache (many vLLM starts).

@@ -13,11 +13,11 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from appliance.errors import StoreError
+from appliance.errors import StoreError, TransientError
 from appliance.pieces import Digests
 
 BLOCK_BYTES = 4 << 20
@@ -56,6 +56,35 @@ def try_lock(descriptor: int) -> bool:
     return True
 
 
+def lock_folder(path: Path, on_wait: Callable[[], None] | None, *, busy: str) -> int:
+    """Make a folder if need be and lock it; returns the descriptor that holds the lock. While another process has it
+    this waits, after one call of `on_wait`; without, it raises TransientError that says `busy`."""
+    told = False
+    while True:
+        path.mkdir(mode=0o755, exist_ok=True)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # deleted in between
+            continue
+        try:
+            if not try_lock(descriptor):
+                if on_wait is None:
+                    raise TransientError(busy, do="try again when it is done")
+                if not told:
+                    on_wait()
+                told = True
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            # The lock is on the inode: it counts only if the path still leads there.
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
 def is_locked(path: Path) -> bool:
     """Whether somebody holds the lock of a folder or file now."""
     try:
@@ -69,6 +98,18 @@ def is_locked(path: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def bytes_below(path: Path) -> int:
+    """Disk that a file, or all files below a folder, take: a file with holes counts what it holds, and what vanishes
+    meanwhile nothing."""
+    files = [Path(folder) / name for folder, _, names in os.walk(path) for name in names] if path.is_dir() else [path]
+    total = 0
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):
+            found = file.lstat()
+            total += min(found.st_size, 512 * found.st_blocks)
+    return total
 
 
 @contextlib.contextmanager

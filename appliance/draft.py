@@ -7,14 +7,12 @@ writer or the writer's child; whoever holds it may delete everything inside.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from appliance import disk
-from appliance.errors import TransientError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +39,7 @@ class Draft:
 def open_draft(tmp: Path, digest: str, *, check_room: Callable[[], None], on_wait: Callable[[], None] | None) -> Draft:
     """Open the draft `tmp/DIGEST`. `check_room` raises when the disk is too full; it is asked when the leftovers of an
     interrupted writer are gone. Waits for another writer after one call of `on_wait`; without it TransientError."""
-    lock_fd = _lock(tmp / digest, on_wait)
+    lock_fd = disk.lock_folder(tmp / digest, on_wait, busy="another process is adding this model now")
     home = tmp / digest
     draft = Draft(digest=digest, folder=home / "object", scratch=home / "scratch", lock_fd=lock_fd)
     try:
@@ -54,27 +52,3 @@ def open_draft(tmp: Path, digest: str, *, check_room: Callable[[], None], on_wai
         draft.__exit__()
         raise
     return draft
-
-
-def _lock(home: Path, on_wait: Callable[[], None] | None) -> int:
-    while True:
-        home.mkdir(mode=0o755, exist_ok=True)
-        try:
-            descriptor = os.open(home, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:  # swept in between
-            continue
-        try:
-            if not disk.try_lock(descriptor):
-                if on_wait is None:
-                    raise TransientError("another process is adding this model now", do="try again when it is done")
-                on_wait()
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # The lock is on the inode: it counts only if the path still leads there.
-            if os.path.samestat(os.fstat(descriptor), home.stat()):
-                return descriptor
-        except FileNotFoundError:
-            pass
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)

@@ -227,6 +227,11 @@ class ModelFacts:
     """Whose messages the chat template takes, as tried when the model was added."""
     template_marks: tuple[str, ...] = ()
     """The words of tool calls and of thinking that stand in the chat template (`parsers.MARKS`)."""
+    short_context: int | None = None
+    """LongRoPE: up to so many tokens the short rotation factors hold. A worker that may go beyond uses the long ones
+    for every prompt, and short prompts are then answered worse."""
+    absent_tokens: tuple[str, ...] = ()
+    """Of the tokens that vLLM's parsers demand (`parsers.TOOL_TOKENS`) those that the vocabulary does not have."""
     template_fault: str = ""
     """Why the chat template cannot be used; `chat` is then false."""
 

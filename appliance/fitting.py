@@ -40,8 +40,9 @@ class Fitting:
 
     @property
     def context(self) -> int:
-        """The context that is wanted: the operator's, or the model's maximum."""
-        return min(self.wanted_context or self.model.max_context, self.model.max_context)
+        """The context that is wanted: the operator's, or as much as the model answers best at."""
+        model = self.model
+        return min(self.wanted_context or model.short_context or model.max_context, model.max_context)
 
     def lines(self, shape: Shape) -> tuple[MemoryItem, ...]:
         return budget.items(self.model, shape, block=self.block, gemm_bytes=self.gemm_bytes, mapped=self.mapped)

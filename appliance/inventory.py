@@ -7,7 +7,7 @@ fetched sources of a living process are never touched.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,10 +54,16 @@ class Cleaning:
 
 
 def keepers(store: Store, directories: Directories) -> dict[str, tuple[str, ...]]:
-    """Digest -> what keeps it."""
+    """Digest -> what keeps it: its names first."""
+    found = {digest: list(reasons) for digest, reasons in needed(directories).items()}
+    for name, digest in reversed(store.names().items()):
+        found.setdefault(digest, []).insert(0, name)
+    return {digest: tuple(reasons) for digest, reasons in found.items()}
+
+
+def needed(directories: Directories) -> dict[str, tuple[str, ...]]:
+    """Digest -> why the service needs it, or may need it again, whatever its names."""
     found: dict[str, list[str]] = {}
-    for name, digest in store.names().items():
-        found.setdefault(digest, []).append(name)
     known = record.load(directories.state, keep=True)
     on_trial = known.trial.candidate if known.trial is not None else None
     for reason, candidate in (("good", known.good), ("the good one before", known.previous), ("on trial", on_trial)):
@@ -74,11 +80,11 @@ def look(store: Store, directories: Directories) -> Inventory:
     kept = keepers(store, directories)
     digests = store.digests()
     with disk.mapped("cannot read the store", store.root):
-        layouts = {p.name: _bytes(p) for p in _entries(store.root / "prepared")}
+        layouts = {p.name: disk.bytes_below(p) for p in _entries(store.root / "prepared")}
         own = {digest: layouts.pop(prepared.folder_name(digest), 0) for digest in digests}
         holdings = tuple(_holding(store.root / "objects" / digest, own[digest], kept.get(digest, ()))
                          for digest in digests)
-        drafts = {p.name: _bytes(p) for p in _entries(store.root / "tmp")}
+        drafts = {p.name: disk.bytes_below(p) for p in _entries(store.root / "tmp")}
         living = frozenset(p.name for p in _entries(store.root / "tmp") if disk.is_locked(p))
     return Inventory(holdings=holdings, drafts=drafts, living=living, layouts=layouts,
                      sources=tuple(Sources(store.root).list()))
@@ -90,7 +96,9 @@ def plan_cleaning(found: Inventory) -> Cleaning:
     parts += [(f"model {one.digest[:12]} ({one.source or 'unknown source'})", one.bytes + one.layout_bytes)
               for one in found.holdings if not one.kept_by]
     parts += [(f"layout {name[:12]} that nobody maps", size) for name, size in found.layouts.items()]
-    parts += [(f"fetched source {one.source}", one.bytes) for one in found.sources if not (one.busy or one.kept)]
+    wanted = _wanted(found)
+    parts += [(f"fetched source {one.source}", one.bytes) for one in found.sources
+              if not (one.busy or (one.kept and one.source in wanted))]
     return Cleaning(parts=tuple(parts))
 
 
@@ -99,34 +107,23 @@ def clean(store: Store, directories: Directories) -> Cleaning:
     found = look(store, directories)
     planned = plan_cleaning(found)
     store.sweep()
-    store.prune(keep=_kept(keepers(store, directories)))
-    Sources(store.root).prune()
+    store.prune(keep=keepers(store, directories).keys())
+    Sources(store.root).prune(wanted=_wanted(found))
     return planned
 
 
-def _kept(reasons: Mapping[str, Collection[str]]) -> set[str]:
-    return {digest for digest, why in reasons.items() if why}
+def _wanted(found: Inventory) -> set[str]:
+    """The sources of models that stay: files of theirs that were to be kept are."""
+    return {one.source for one in found.holdings if one.kept_by}
 
 
 def _holding(folder: Path, layout_bytes: int, kept_by: tuple[str, ...]) -> Holding:
     said, broken = manifest.read(folder)
     findings = [broken] if broken else manifest.shape(folder)
-    return Holding(digest=folder.name, bytes=_bytes(folder), layout_bytes=layout_bytes, kept_by=kept_by,
+    return Holding(digest=folder.name, bytes=disk.bytes_below(folder), layout_bytes=layout_bytes, kept_by=kept_by,
                    created=str(said.get("created", "")), source=str(said.get("source", "")),
                    damaged=findings[0] if findings else "")
 
 
 def _entries(folder: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
-
-
-def _bytes(path: Path) -> int:
-    """Of all files below; what vanishes meanwhile counts nothing."""
-    total = 0
-    for file in [path, *path.rglob("*")] if path.is_dir() else [path]:
-        try:
-            found = file.lstat()
-        except FileNotFoundError:
-            continue
-        total += found.st_size if not file.is_dir() else 0
-    return total

@@ -9,7 +9,7 @@ does not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 AUTO, NONE = "auto", "none"
@@ -76,6 +76,17 @@ REASONING_PARSERS = (
 )
 """Every name that vLLM 0.32 knows, for the settings `tools` and `reasoning`."""
 
+_THINK, _PYTHON = ("<think>", "</think>"), ("<|python_tag|>",)
+TOOL_TOKENS: Mapping[str, tuple[str, ...]] = {
+    "deepseek_v3": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"), "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
+    "deepseek_v31": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"), "llama3_json": _PYTHON, "llama4_json": _PYTHON,
+    "mistral": ("[TOOL_CALLS]",),
+}
+REASONING_TOKENS: Mapping[str, tuple[str, ...]] = {
+    "deepseek_r1": _THINK, "ernie45": _THINK, "holo2": _THINK, "step3": ("</think>",), "mistral": ("[TOOL_CALLS]",),
+}
+"""Parser -> tokens that it demands of the vocabulary: without them vLLM answers every chat request with an error."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
@@ -95,23 +106,34 @@ def marks(template: str | None) -> tuple[str, ...]:
     return tuple(mark for mark in MARKS if template and mark in template)
 
 
-def choose_tools(architecture: str, found: Iterable[str], setting: str) -> Found:
-    return _choose(TOOLS, architecture, found, setting, key="tools",
+def absent(vocabulary: str) -> tuple[str, ...]:
+    """The tokens that parsers need and this text of a tokenizer.json does not have."""
+    needed = (token for needs in (TOOL_TOKENS, REASONING_TOKENS) for tokens in needs.values() for token in tokens)
+    return tuple(token for token in dict.fromkeys(needed) if f'"{token}"' not in vocabulary)
+
+
+def choose_tools(architecture: str, found: Iterable[str], setting: str, lacking: Iterable[str] = ()) -> Found:
+    """`lacking`: tokens that the model's vocabulary does not have (`absent`)."""
+    return _choose(TOOLS, TOOL_TOKENS, architecture, found, setting, lacking, key="tools",
                    nothing="no tool format that vLLM reads: tools must be named or required by the request")
 
 
-def choose_reasoning(architecture: str, found: Iterable[str], setting: str) -> Found:
-    return _choose(REASONING, architecture, found, setting, key="reasoning",
+def choose_reasoning(architecture: str, found: Iterable[str], setting: str, lacking: Iterable[str] = ()) -> Found:
+    return _choose(REASONING, REASONING_TOKENS, architecture, found, setting, lacking, key="reasoning",
                    nothing="no thinking that vLLM tells from the answer")
 
 
-def _choose(rows: tuple[Row, ...], architecture: str, found: Iterable[str], setting: str, *, key: str,
-            nothing: str) -> Found:
-    if setting != AUTO:
-        return Found(parser=setting, reason="set by the operator", evidence=f"settings {key}")
-    there = set(found)
-    for row in rows:
-        if there.issuperset(row.marks) and (not row.classes or architecture.startswith(row.classes)):
-            return Found(parser=row.parser, reason=f"the chat template writes {' and '.join(row.marks)}",
-                         evidence="chat template")
-    return Found(parser=NONE, reason=f"the chat template shows {nothing}", evidence="chat template")
+def _choose(rows: tuple[Row, ...], needs: Mapping[str, tuple[str, ...]], architecture: str, found: Iterable[str],
+            setting: str, lacking: Iterable[str], *, key: str, nothing: str) -> Found:
+    there, gone = set(found), set(lacking)
+    lacked = ""
+    wanted = [(setting, "set by the operator", f"settings {key}")] if setting != AUTO else [
+        (row.parser, f"the chat template writes {' and '.join(row.marks)}", "chat template") for row in rows
+        if there.issuperset(row.marks) and (not row.classes or architecture.startswith(row.classes))]
+    for parser, reason, evidence in wanted:
+        token = next((token for token in needs.get(parser, ()) if token in gone), None)
+        if token is None:
+            return Found(parser=parser, reason=reason, evidence=evidence)
+        lacked = lacked or f"vLLM's parser {parser} needs the token {token}, which the vocabulary does not have"
+    return Found(parser=NONE, reason=lacked or f"the chat template shows {nothing}",
+                 evidence="tokenizer.json" if lacked else "chat template")

@@ -138,8 +138,9 @@ def make_plan(
     choices += _shape_choices(fitting, settings, shape, ceiling, ceiling_source, batch, blocks)
     choices.append(Choice(name="compile", value=shape.compile, reason=compile_reason, evidence=compile_evidence))
     choices += _with_more(fitting, shape, ceiling, ceiling_source, usable, settings)
-    tools = parsers.choose_tools(model.architecture, model.template_marks, settings.tools)
-    reasoning = parsers.choose_reasoning(model.architecture, model.template_marks, settings.reasoning)
+    tools = parsers.choose_tools(model.architecture, model.template_marks, settings.tools, model.absent_tokens)
+    reasoning = parsers.choose_reasoning(model.architecture, model.template_marks, settings.reasoning,
+                                         model.absent_tokens)
     choices += (Choice(name=name, value=found.parser, reason=found.reason, evidence=found.evidence)
                 for name, found in (("tool calls", tools), ("reasoning", reasoning)))
     wide = shape.compile and model.architecture in PLAIN_DECODERS
@@ -352,8 +353,12 @@ def _shape_choices(fitting: Fitting, settings: Settings, shape: Shape, ceiling: 
         reason = f"cut from {fitting.context} tokens to fit under the ceiling"
     elif settings.context and settings.context > model.max_context:
         reason = f"the model's maximum; {settings.context} was asked for"
+    elif settings.context:
+        reason = "set by the operator"
+    elif model.short_context:
+        reason = f"its rotation changes above that; {model.max_context} at most where `context` asks for it"
     else:
-        reason = "set by the operator" if settings.context else "the model's maximum"
+        reason = "the model's maximum"
     yield Choice(name="context", value=shape.context, reason=reason, evidence="memory arithmetic")
     window = (f", {model.sliding_layers} of {model.layers} layers hold a window of {model.sliding_window}"
               if model.sliding_layers else "")

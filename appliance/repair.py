@@ -16,7 +16,7 @@ from typing import Any
 
 from appliance import jobs, manifest, patrol
 from appliance.digests import source_digest
-from appliance.errors import ApplianceError, ModelError
+from appliance.errors import ApplianceError, ModelError, StoreError
 from appliance.hub.reference import is_hub
 from appliance.importing.source import Source, inspect
 from appliance.library import NATIVE, Recipe, convert, estimate_bytes, recorded, resolve
@@ -62,7 +62,12 @@ def ensure_whole(store: Store, digest: str, name: str, *, kernel: str, state: Pa
     finding = store.prepared_finding(digest, contents=True)
     if finding is None or not store.prepared_folder(digest).is_dir():
         return ""
-    store.discard_prepared(digest)
+    try:
+        store.discard_prepared(digest)
+    except StoreError:
+        if store.prepared(digest) is not None:  # it would be mapped
+            raise
+        return f"its laid out weights cannot be used ({finding}), and the store cannot be written"
     return f"its laid out weights could not be used ({finding}) and are made again"
 
 
@@ -101,20 +106,20 @@ def repair_model(store: Store, digest: str, name: str, *, source: str | None, to
     return f"the stored model was damaged ({findings[0]}) and was made again from {origin}"
 
 
-def _place(store: Store, origin: str, env: Mapping[str, str]) -> Path:
-    """Where the files of a source lie. What came from the Hub is here if it was kept; nothing is fetched."""
+def source_path(store: Store, origin: str, *, env: Mapping[str, str]) -> Path:
+    """Where the files of a recorded source lie. What came from the Hub is here if it was kept; nothing is fetched.
+    Raises ModelError."""
     if not is_hub(origin):
         return resolve(origin, env=env)
-    for one in Sources(store.root).list():
-        if one.source == origin and one.whole and not one.busy:
-            return next(iter(sorted(one.path.glob("*.gguf"))), one.path)
-    raise ModelError(f"{origin} is not kept here", do="run `applianctl model repair`, which fetches it")
+    if found := Sources(store.root).find(origin):
+        return found
+    raise ModelError(f"{origin} is not kept here", do="give the path of its files, or add it with --keep-source")
 
 
 def _read(store: Store, name: str, origin: str, tools: Tools) -> tuple[Source, str]:
     """The source and its digest: every byte is read, whatever was remembered."""
     try:
-        found = inspect(_place(store, origin, tools.env))
+        found = inspect(source_path(store, origin, env=tools.env))
         tools.phase("checking")
         return found, source_digest(found, cache=None, now=tools.now, on_progress=lambda done, total: tools.on_event(
             {"event": "progress", "done_bytes": done, "total_bytes": total, "item": found.path.name}))

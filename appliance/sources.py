@@ -10,12 +10,11 @@ next one goes on, and goes when its model is stored, unless it is to be kept; `p
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import hashlib
 import json
 import os
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,6 @@ class Fetched:
     wanted_bytes: int
     kept: bool
     busy: bool
-    touched_at: float
 
     @property
     def whole(self) -> bool:
@@ -58,7 +56,8 @@ class Held:
 def key_of(repo: str, commit: str, file: str | None) -> str:
     """The folder's name: readable, and one for each repository, commit and file."""
     parts = [repo.replace("/", "--"), commit[:12], *([file.replace("/", "--")] if file else [])]
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", "--".join(parts))[:200]
+    key = re.sub(r"[^A-Za-z0-9._-]+", "-", "--".join(parts))
+    return key if len(key) <= 200 else f"{key[:180]}--{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
 class Sources:
@@ -73,7 +72,7 @@ class Sources:
         `on_wait`; without, it raises TransientError."""
         with disk.mapped("cannot write to the store", self.root):
             self.root.mkdir(mode=0o755, parents=True, exist_ok=True)
-            descriptor = self._lock(self.root / key, on_wait)
+            descriptor = disk.lock_folder(self.root / key, on_wait, busy="another process is fetching this model now")
         try:
             yield Held(key=key, path=self.root / key, lock_fd=descriptor)
         finally:
@@ -106,19 +105,23 @@ class Sources:
         disk.delete(held.path)
 
     def list(self) -> list[Fetched]:
-        """All folders, the oldest first. Raises StoreError when they cannot be read."""
+        """All folders, by key. Raises StoreError when they cannot be read."""
         with disk.mapped("cannot read the store", self.root):
             if not self.root.is_dir():
                 return []
-            found = [self._fetched(path) for path in sorted(self.root.iterdir()) if path.is_dir()]
-        return sorted(found, key=lambda one: one.touched_at)
+            return [self._fetched(path) for path in sorted(self.root.iterdir()) if path.is_dir()]
 
-    def prune(self, *, older_than_s: float = 0.0, now: float | None = None, kept: bool = False) -> int:
-        """Delete the folders that nobody uses and nobody asked to keep (`kept`: those too), untouched for
-        `older_than_s`. Returns the bytes freed."""
+    def find(self, source: str) -> Path | None:
+        """Where the files of a whole source lie, a folder or the first GGUF file, if they were kept."""
+        found = next((one for one in self.list() if one.source == source and one.whole and not one.busy), None)
+        return None if found is None else next(iter(sorted(found.path.glob("*.gguf"))), found.path)
+
+    def prune(self, *, wanted: Collection[str] = ()) -> int:
+        """Delete the folders that nobody uses, but those of `wanted` sources that somebody asked to keep. Returns the
+        bytes freed."""
         freed = 0
         for one in self.list():
-            if one.busy or (one.kept and not kept) or (now or time.time()) - one.touched_at < older_than_s:
+            if one.busy or (one.kept and one.source in wanted):
                 continue
             with contextlib.suppress(TransientError), self.hold(one.key) as held:
                 self.finish(held)
@@ -127,42 +130,13 @@ class Sources:
 
     def _fetched(self, path: Path) -> Fetched:
         said = self.described(path.name) or {"source": "?", "files": {}, "kept": False}
-        sizes = [file.lstat() for file in path.iterdir() if file.name != RECORD]
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            busy = not disk.try_lock(descriptor)
-        finally:
-            os.close(descriptor)
-        return Fetched(key=path.name, path=path, source=said["source"], bytes=sum(found.st_size for found in sizes),
-                       wanted_bytes=sum(file["bytes"] for file in said["files"].values()), kept=said["kept"], busy=busy,
-                       touched_at=max([path.stat().st_mtime, *(found.st_mtime for found in sizes)]))
-
-    def _lock(self, path: Path, on_wait: Callable[[], None] | None) -> int:
-        waited = False
-        while True:
-            path.mkdir(mode=0o755, exist_ok=True)
-            try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            except FileNotFoundError:  # finished in between
-                continue
-            try:
-                if not disk.try_lock(descriptor):
-                    if on_wait is None:
-                        raise TransientError("another process is fetching this model now",
-                                             do="try again when it is done")
-                    if not waited:
-                        on_wait()
-                    waited = True
-                    fcntl.flock(descriptor, fcntl.LOCK_EX)
-                # The lock is on the inode: it counts only if the path still leads there.
-                if os.path.samestat(os.fstat(descriptor), path.stat()):
-                    return descriptor
-            except FileNotFoundError:
-                pass
-            except BaseException:
-                os.close(descriptor)
-                raise
-            os.close(descriptor)
+        held = 0
+        with contextlib.suppress(FileNotFoundError):  # finished meanwhile
+            for file in path.iterdir():
+                with contextlib.suppress(FileNotFoundError):  # a part that got its name meanwhile
+                    held += file.lstat().st_size if file.name != RECORD else 0
+        return Fetched(key=path.name, path=path, source=said["source"], bytes=held, kept=said["kept"],
+                       wanted_bytes=sum(file["bytes"] for file in said["files"].values()), busy=disk.is_locked(path))
 
 
 def held_bytes(sources: Sources) -> int:

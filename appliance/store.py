@@ -264,7 +264,7 @@ class Store:
                     if folder.name not in wanted:
                         trash.append(self._trash(folder.name))
                         folder.rename(trash[-1])
-            freed = sum(p.lstat().st_size for folder in trash for p in folder.rglob("*") if not p.is_dir())
+            freed = sum(map(disk.bytes_below, trash))
             for folder in trash:
                 disk.delete(folder)
             return freed

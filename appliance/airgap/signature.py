@@ -7,12 +7,14 @@ that was made for something else counts; where the check cannot be made, nothing
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from appliance import disk
 from appliance.errors import ConfigError, ModelError, UsageError
 
 NAMESPACE = "appliance-bundle"
@@ -63,7 +65,8 @@ def check(text: bytes, signature: bytes | None, keys: Sequence[str]) -> str:
     """The signer's fingerprint. Raises ModelError unless one of `keys` has signed `text`."""
     if signature is None:
         raise _unsigned("it has no signature")
-    with tempfile.TemporaryDirectory() as folder:
+    place = Path(os.environ.get("TMPDIR", "/tmp"))
+    with disk.mapped("the signature cannot be checked", place), tempfile.TemporaryDirectory() as folder:
         signers, file = Path(folder) / "signers", Path(folder) / "signature"
         signers.write_text("".join(f'{_SIGNER} namespaces="{NAMESPACE}" {key}\n' for key in keys))
         file.write_bytes(signature)

@@ -23,7 +23,7 @@ from appliance.store import Store
 
 _application = click.make_pass_decorator(Application)
 MAX_TEMPLATE = 96 << 10
-"""Bytes; those of real models have up to 20 KB, and an argument of a program at most 128."""
+"""Bytes as JSON; those of real models have up to 20 KB, and an argument of a program, which it becomes, at most 128."""
 
 
 @click.command()
@@ -146,8 +146,9 @@ def _template(file: TextIO | None) -> str:
         text = file.read(MAX_TEMPLATE + 1) if file else None
     except (OSError, ValueError) as error:
         raise UsageError("the chat template cannot be read", why=str(error)) from None
-    if text is not None and not 0 < len(text.encode()) <= MAX_TEMPLATE:
-        raise UsageError("the chat template cannot be used", why=f"it is empty, or longer than {MAX_TEMPLATE} bytes")
+    if text is not None and not (text and len(json.dumps(text)) <= MAX_TEMPLATE):
+        raise UsageError("the chat template cannot be used",
+                         why=f"it is empty, or longer than {MAX_TEMPLATE} bytes as a text in JSON")
     return text or ""
 
 

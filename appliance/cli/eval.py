@@ -62,6 +62,7 @@ def _source(app: Application, stored: Stored, given: str | None, on_event: Any) 
     """The files that the model was made from, or why they cannot be compared with. A given source must be right."""
     from appliance.digests import source_digest
     from appliance.importing.source import inspect
+    from appliance.repair import source_path
 
     told = given or str(stored.manifest["source"])
 
@@ -69,7 +70,7 @@ def _source(app: Application, stored: Stored, given: str | None, on_event: Any) 
         on_event({"event": "progress", "done_bytes": done, "total_bytes": total, "item": told})
 
     try:
-        found = inspect(library.resolve(told, env=app.env))
+        found = inspect(source_path(Store(app.directories.store), told, env=app.env))
         on_event({"event": "phase", "phase": "checking", "note": ""})
         # No cache: this command writes nothing, and what is compared with must be what the model was made from.
         digest = source_digest(found, cache=None, now=0.0, on_progress=progress)

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from appliance import library, parsers, record, status
+from appliance import inventory, library, parsers, status
 from appliance import manifest as manifests
 from appliance.budget import show as show_size
 from appliance.cli.add import add, count, group_text, hub_delivery, lay_out
@@ -20,7 +20,11 @@ from appliance.errors import ModelError, NotReachable, StoreError, UsageError
 from appliance.facts import ModelFacts
 from appliance.hub.reference import is_hub
 from appliance.quantize.format import parse_config
+from appliance.quantize.served import COMPARED
+from appliance.sources import Sources
 from appliance.store import Store, Stored
+
+UNCOMPARED = ", not compared with transformers (docs/models.md)"
 
 _application = click.make_pass_decorator(Application)
 
@@ -82,7 +86,7 @@ def show(app: Application, name: str | None, as_json: bool) -> None:
     lines = [
         ("name", ", ".join(stored.names)),
         ("source", manifest["source"] + _from(manifest["report"])),
-        ("architecture", facts.architecture),
+        ("architecture", facts.architecture + ("" if facts.architecture in COMPARED else UNCOMPARED)),
         ("weights", f"{count(facts.parameters)}, {facts.bits_per_weight:.2f} bits each, {show_size(stored_bytes)}"),
         ("  linears", f"{show_size(facts.linear_bytes)}, group {group_text(manifest['report'])}, "
                       f"{_grid(manifest['report'])}"),
@@ -93,9 +97,10 @@ def show(app: Application, name: str | None, as_json: bool) -> None:
         ("heads", f"{facts.heads}, {facts.kv_heads} for keys and values, {facts.head_dim} wide"),
         ("context", f"at most {facts.max_context} tokens"),
         ("chat template", _template(facts)),
-        ("tool calls", _parser(parsers.choose_tools(facts.architecture, facts.template_marks, app.settings.tools))),
-        ("reasoning", _parser(parsers.choose_reasoning(facts.architecture, facts.template_marks,
-                                                       app.settings.reasoning))),
+        ("tool calls", _parser(parsers.choose_tools(facts.architecture, facts.template_marks, app.settings.tools,
+                                                    facts.absent_tokens))),
+        ("reasoning", _parser(parsers.choose_reasoning(facts.architecture, facts.template_marks, app.settings.reasoning,
+                                                       facts.absent_tokens))),
         ("loss", str(manifest["report"].get("loss", "?"))),
         ("folder", str(stored.path)),
     ]
@@ -143,7 +148,8 @@ def repair(app: Application, name: str, source: str | None) -> None:
     digest = store.pointed(called)
     with Progress() as progress:
         origin = source or str(manifests.read(store.root / "objects" / digest)[0].get("source"))
-        delivery = hub_delivery(app, store, progress) if is_hub(origin) and store.verify(digest) else None
+        absent = is_hub(origin) and Sources(store.root).find(origin) is None
+        delivery = hub_delivery(app, store, progress) if absent and store.verify(digest) else None
         app.become_owner()
         tools = repairs.Tools(worker_python=app.worker_python, on_event=progress, env=app.env,
                               worker_env=app.settings.worker.env, now=time.time())
@@ -175,12 +181,10 @@ def remove(app: Application, name: str, force: bool) -> None:
     if running and not force and store.names().get(name) == running:
         raise UsageError(f"{name} is being served now", do="stop the service first, or use --force")
     digest = store.names().get(name, "")
-    known = record.load(app.directories.state, keep=True)
-    on_trial = known.trial.candidate if known.trial is not None else None
-    wanted_back = {one.digest for one in (known.good, known.previous, on_trial) if one is not None}
-    freed = store.remove(name, in_use=active, force=force, keep=() if force else wanted_back)
+    kept = inventory.needed(app.directories).keys() - ({digest} if force else set())
+    freed = store.remove(name, in_use=active, force=force, keep=kept)
     click.echo(f"{name}: removed, {show_size(freed)} freed")
-    if digest in wanted_back and not force and digest not in store.names().values():
+    if digest in kept and digest not in store.names().values():
         click.echo(f"{name}: its files stay, because the service may roll back to them", err=True)
 
 

@@ -3,8 +3,8 @@
 Does: build any causal model that transformers knows, give the last hidden states of a batch, then logits by blocks of
 positions. Does not: generate, cache, or change a weight. Runs in the worker's environment.
 Rules: everything is computed in float32; a table is read by the rows that occur, a head by blocks of rows, so the peak
-is the largest layer and not the model; each weight is read once for all hidden states. Where transformers stores a
-model's weights under other names than the checkpoint (fused experts), the whole model is loaded in float32 instead,
+is the largest layer and not the model; each weight is read once for WINDOWS_AT_ONCE windows. Where transformers stores
+a model's weights under other names than the checkpoint (fused experts), the whole model is loaded in float32 instead,
 and `streamed` says so. Code of the model's own repository is never run.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from appliance.errors import ModelError
+from appliance.errors import ApplianceError, ModelError
 from appliance.evaluate.weights import Weights
 from appliance.quantize.layers import is_head
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 Visit = Callable[[str, "torch.Tensor", "torch.Tensor"], "torch.Tensor | None"]
 BLOCK_ELEMENTS = 1 << 24
 """Values of a head held at once: 64 MB in float32."""
+WINDOWS_AT_ONCE = 8
+"""What a layer computes grows with them, some 1 GB for an 8e9-parameter model; each group reads the weights again."""
 
 
 class Model:
@@ -68,8 +70,12 @@ class Model:
         """
         import torch
 
-        with torch.no_grad():
-            hidden = self._model.base_model(input_ids=windows, use_cache=False)[0]
+        at_once = WINDOWS_AT_ONCE if self._visit is None else len(windows)  # a visitor sees each linear once
+        parts = []
+        for some in windows.split(at_once):
+            with torch.no_grad(), _one_line():
+                hidden = self._model.base_model(input_ids=some, use_cache=False)[0]
+            parts.append(hidden[:, first:-1].reshape(1, -1, hidden.shape[-1]).clone())
 
         class Layers(torch.nn.Module):  # type: ignore[misc]  # torch has no types here
             """Stands where the layers were: answers with the block of hidden states in work."""
@@ -81,7 +87,7 @@ class Model:
 
         self._layers = Layers()
         setattr(self._model, self._model.base_model_prefix, self._layers)
-        self._hidden = hidden[:, first:-1].reshape(1, -1, hidden.shape[-1])
+        self._hidden = torch.cat(parts, dim=1)
 
     def logits(self, start: int, stop: int) -> torch.Tensor:
         """Float32 [stop - start, vocabulary]: what follows the kept positions [start, stop).
@@ -92,7 +98,7 @@ class Model:
 
         assert self._hidden is not None
         self._layers.block = self._hidden[:, start:stop]
-        with torch.no_grad():
+        with torch.no_grad(), _one_line():
             ids = torch.zeros((1, stop - start), dtype=torch.long)
             return self._model(input_ids=ids, use_cache=False).logits[0].float()
 
@@ -176,6 +182,18 @@ class _States:
 
     def __getattr__(self, _: str) -> None:
         return None
+
+
+@contextlib.contextmanager
+def _one_line() -> Iterator[None]:
+    """The code of a model's class raises whatever it meets; files and disks have words of their own."""
+    try:
+        yield
+    except (ApplianceError, OSError):
+        raise
+    except Exception as error:
+        raise ModelError("this model cannot be run", why=f"{type(error).__name__}: {str(error)[:160]}",
+                         do="report the model's architecture") from error
 
 
 def _let_go(module: torch.nn.Module, _: Any, __: Any) -> None:

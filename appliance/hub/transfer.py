@@ -77,7 +77,7 @@ class Hub:
         part = target.with_name(target.name + PART)
         for attempt in (1, 2):
             self._complete(listing, file, part, on_bytes)
-            if _checksum_fits(part, file):
+            if _checksum_fits(part, file, on_block=lambda: on_bytes(0)):
                 _publish(part, target)
                 return
             size = part.stat().st_size
@@ -162,7 +162,7 @@ class Hub:
             asked_s, why = known
             if progress() > reached:
                 failures, wait = 0, self._order.wait_s
-            reached = progress()
+            reached = max(reached, progress())
             failures += 1
             if failures >= self._order.tries:
                 raise _given_up(self._order, why)
@@ -267,11 +267,12 @@ def _given_up(order: Order, why: str) -> ApplianceError:
     return TransientError(f"hf:{order.repo} does not come through", why=why, do=KEPT)
 
 
-def _checksum_fits(path: Path, file: RemoteFile) -> bool:
-    """SHA-256 of the contents, or SHA-1 of the git blob, against the listing's."""
+def _checksum_fits(path: Path, file: RemoteFile, *, on_block: Callable[[], None]) -> bool:
+    """SHA-256 of the contents, or SHA-1 of the git blob, against the listing's. `on_block`: it may take minutes."""
     hasher = hashlib.sha256() if file.sha256 else hashlib.sha1(b"blob %d\0" % file.bytes, usedforsecurity=False)
     for block in _blocks(path):
         hasher.update(block)
+        on_block()
     return hasher.hexdigest() == (file.sha256 or file.git_sha1)
 
 

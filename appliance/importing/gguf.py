@@ -151,7 +151,7 @@ def _token_ids(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_scaling(m: Metadata, stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, Any] | None:
-    kind = str(m.fields.get(f"{m.prefix}.rope.scaling.type") or "none")
+    kind, factor = m.rope_scaling()
     for factors in (stored[name] for name in ROPE_FACTORS if name in stored):
         if len(factors.shape) != 1 or factors.parameters > LONGEST_HEAD:
             raise Unmapped(f"its {factors.name} has the shape {list(factors.shape)}")
@@ -166,7 +166,7 @@ def _rope_scaling(m: Metadata, stored: Mapping[str, StoredTensor], config: Mappi
         return None
     if kind not in ("linear", "yarn"):
         raise Unmapped(f"rope scaling {kind!r} is not supported")
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": m.decimal("rope.scaling.factor")}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = m.whole("rope.scaling.original_context_length")
     return scaling

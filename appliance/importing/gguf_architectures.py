@@ -46,6 +46,15 @@ class Metadata:
     def decimal(self, key: str, default: float | None = None) -> float:
         return default if default is not None and not self.has(key) else as_decimal(self.number(key))
 
+    def rope_scaling(self) -> tuple[str, float]:
+        """Kind and factor. As in llama.cpp a factor without a kind is linear, and may have its old name."""
+        key = "rope.scaling.factor" if self.has("rope.scaling.factor") else "rope.scale_linear"
+        factor = self.decimal(key, 1.0) or 1.0
+        if factor < 0:
+            raise Unmapped(f"its metadata says {self.prefix}.{key} = {factor}")
+        kind = str(self.fields.get(f"{self.prefix}.rope.scaling.type") or "linear")
+        return ("none", factor) if kind == "linear" and factor == 1.0 else (kind, factor)
+
 
 def as_decimal(value: float) -> float:
     """A float32 of the metadata as the decimal that was meant (1e-05, not 9.999999747378752e-06)."""
@@ -128,6 +137,8 @@ def _llama(m: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _granite(m: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    if m.fields.get("granite.rope.scaling.finetuned") is False:  # llama.cpp's switch for this family alone
+        raise Unmapped("Granite files without rotary positions are not supported")
     return {**_llama(m, config), "attention_multiplier": m.decimal("attention.scale", 1.0),
             "embedding_multiplier": m.decimal("embedding_scale", 1.0),
             "residual_multiplier": m.decimal("residual_scale", 1.0), "logits_scaling": m.decimal("logit_scale", 1.0)}
@@ -163,8 +174,11 @@ def _gemma3(m: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     window = m.whole("attention.sliding_window", 0)
     layers = range(int(config["num_hidden_layers"]))
     whole = {"rope_type": "default", "rope_theta": m.decimal("rope.freq_base", 1_000_000.0)}
-    if str(m.fields.get("gemma3.rope.scaling.type") or "none") == "linear":
-        whole |= {"rope_type": "linear", "factor": m.decimal("rope.scaling.factor")}
+    kind, factor = m.rope_scaling()
+    if kind not in ("none", "linear"):
+        raise Unmapped(f"rope scaling {kind!r} is not supported")
+    if kind == "linear":
+        whole |= {"rope_type": "linear", "factor": factor}
     local = {"rope_type": "default", "rope_theta": m.decimal("rope.freq_base_swa", 10000.0)}
     if not window:
         local = whole

@@ -22,11 +22,15 @@ DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exao
 PLAIN_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo")
 LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral")
 QWEN2 = ("qwen2", "deepseek-r1-qwen")
+FIXED = {"qwen2": QWEN2}
+"""Families that transformers cuts by a rule of its own, whatever tokenizer.json says -> names of that rule."""
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = dict.fromkeys(LLAMA3, _WORDS + r"\p{N}{1,3}" + _REST) | dict.fromkeys(QWEN2, _WORDS + r"\p{N}" + _REST)
 NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
 KEEP = ("<unk>", "<s>", "<|endoftext|>")
+LONGEST_PIECE = 1024
+"""Letters of a SentencePiece token: every cut of each is tried, so one of a megabyte would take minutes."""
 SPACE = "\u2581"
 """What SentencePiece writes for a space."""
 SAFETENSORS = "use the safetensors folder of the same model"
@@ -99,6 +103,9 @@ def _byte_level(path: Path, fields: Mapping[str, Any]) -> Any:
     pre = fields.get("tokenizer.ggml.pre")
     if pre not in (*SPLITS, *DIGITS_APART, *PLAIN_GPT2):
         raise _unknown(path, f"pre-tokenizer {pre!r}")
+    family = fields.get("general.architecture")
+    if pre not in FIXED.get(str(family), (pre,)):
+        raise _unknown(path, f"pre-tokenizer {pre!r} of a {family} model")
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     merges = [tuple((*merge.split(" ", 1), "")[:2]) for merge in fields.get("tokenizer.ggml.merges") or []]
     try:
@@ -143,6 +150,9 @@ def _sentencepiece(path: Path, fields: Mapping[str, Any]) -> Any:
     scores, types = (fields.get(f"tokenizer.ggml.{key}") for key in ("scores", "token_type"))
     if scores is None or types is None:
         raise ModelError(f"the tokenizer of {path} is damaged", why="it has no scores or types", do=SAFETENSORS)
+    if max(map(len, tokens)) > LONGEST_PIECE:
+        raise ModelError(f"the tokenizer of {path} is damaged", do=SAFETENSORS,
+                         why=f"a token of it has {max(map(len, tokens))} letters")
     merged = sorted((token for token, kind in zip(tokens, types, strict=True) if kind == NORMAL and len(token) > 1),
                     key=lambda token: (-scores[ids[token]], ids[token]))
     merges = [(token[:cut], token[cut:]) for token in merged for cut in range(1, len(token))

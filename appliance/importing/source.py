@@ -31,8 +31,12 @@ METHODS = {
     "gptq": "GPTQ", "awq": "AWQ", "bitsandbytes": "bitsandbytes", "fp8": "fp8", "fbgemm_fp8": "fp8",
     "compressed-tensors": "compressed-tensors", "modelopt": "ModelOpt", "mxfp4": "MXFP4",
 }
-MOST_BYTES = {"config.json": 16 << 20, INDEX: 64 << 20}
-"""Files that are parsed here; the others that are taken over are bounded by OTHER_BYTES."""
+TEMPLATE = "chat_template.jinja"
+OBJECTS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
+           "chat_template.json")
+"""JSON objects that a worker reads when it starts: a damaged one would be found only then."""
+MOST_BYTES = {"config.json": 16 << 20, INDEX: 64 << 20, TEMPLATE: 1 << 20, **dict.fromkeys(OBJECTS, 16 << 20)}
+"""Files that are read here; the others that are taken over are bounded by OTHER_BYTES."""
 OTHER_BYTES = 256 << 20
 UNQUANTIZED = "use the bf16 or fp16 folder, or a GGUF file, of the same model"
 
@@ -167,7 +171,11 @@ def _taken_refusal(path: Path, name: str) -> str | None:
         cache = root.parents[1] / "blobs" if root.parent.name == "snapshots" else root  # Hugging Face's own cache
         if not target.is_relative_to(root) and not target.is_relative_to(cache):
             return f"is a link out of the folder, to {target}"
-    return None
+    try:
+        text = (path / name).read_text("utf-8") if name in (TEMPLATE, *OBJECTS) else ""
+        return None if name not in OBJECTS or isinstance(json.loads(text), dict) else "is not a JSON object"
+    except (ValueError, RecursionError):
+        return "is not UTF-8 text" if name == TEMPLATE else "is not valid JSON"
 
 
 def read_config(path: Path) -> dict[str, Any]:

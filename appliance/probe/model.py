@@ -82,6 +82,7 @@ def read_model(path: Path, *, name: str, digest: str) -> ModelFacts:
         head_dim=text.get("head_dim") or hidden // heads,
         vocab_size=_whole(text, "vocab_size", path),
         max_context=_whole(text, "max_position_embeddings", path),
+        short_context=_short_context(text),
         sliding_window=window,
         sliding_layers=windowed,
         tied=tied,
@@ -98,11 +99,20 @@ def read_model(path: Path, *, name: str, digest: str) -> ModelFacts:
         chat=template is not None and not tried.get("fault"),
         roles=tuple(str(role) for role in tried.get("roles") or ()),
         template_marks=parsers.marks(template),
+        absent_tokens=_absent_tokens(path),
         template_fault=str(tried.get("fault") or ""),
         dtype=str(text.get("torch_dtype") or text.get("dtype") or "bfloat16"),
         bits_per_weight=round(8 * sum(sizes.values()) / max(parameters, 1), 3),
         quantization=dict(raw),
     )
+
+
+def _absent_tokens(path: Path) -> tuple[str, ...]:
+    """What the vocabulary lacks; nothing where tokenizer.json does not tell (another kind of tokenizer)."""
+    try:
+        return parsers.absent((path / "tokenizer.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return ()
 
 
 def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,6 +147,18 @@ def _whole(text: Mapping[str, Any], field: str, path: Path) -> int:
         return value
     raise ModelError(f"{path / 'config.json'} is not complete", why=f"`{field}` is missing or not a whole number",
                      do="use a model that was saved with transformers")
+
+
+def _short_context(text: Mapping[str, Any]) -> int | None:
+    """Where the rotation is LongRoPE: how many tokens its short factors are for."""
+    rotation = text.get("rope_parameters") or text.get("rope_scaling")
+    if not isinstance(rotation, Mapping):
+        return None
+    if (rotation.get("rope_type") or rotation.get("type")) not in ("longrope", "su"):
+        return None
+    length = rotation.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
+    most = _first(text, "max_position_embeddings") or 0
+    return length if isinstance(length, int) and not isinstance(length, bool) and 0 < length < most else None
 
 
 def _window(text: Mapping[str, Any], layers: int) -> tuple[int | None, int]:

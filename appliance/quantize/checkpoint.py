@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from appliance.errors import ModelError
+from appliance.errors import ModelError, UsageError
 from appliance.importing.source import Source, inspect
 from appliance.importing.template import settle as settle_template
 from appliance.importing.tensors import NormalForm, StoredTensor, float_rows, lattice_rows, raw_rows
@@ -72,7 +72,7 @@ def quantize(path: Path, out: Path, recipe: Recipe, event: Event, *, shard_bytes
     refuse_architecture(form.config, path)
     form.write_extras(out)  # before the long part: a tokenizer that cannot be had ends the run at once
     template = settle_template(out, recipe.chat_template)
-    tied, tensors = _settle_tie(form)
+    tied, tensors = _settle_tie(form, weights_there=not outline)
     plan = plan_layers(tensors, recipe, form.config)
     _write_config(out, form.config, plan.config, tied)
     event({"event": "phase", "phase": "quantizing", "note": f"{len(plan.choices)} tensors"})
@@ -98,8 +98,12 @@ def _open(source: Source) -> NormalForm:
     return open_folder(source)
 
 
-def _settle_tie(form: NormalForm) -> tuple[bool, list[StoredTensor]]:
-    """Make the tie flag and the stored tensors agree. Returns the flag and the tensors to write."""
+def _settle_tie(form: NormalForm, *, weights_there: bool) -> tuple[bool, list[StoredTensor]]:
+    """Make the tie flag and the stored tensors agree. Returns the flag and the tensors to write.
+
+    Without a flag an equal head is a tied one: some of vLLM's files (Gemma) refuse an untied model, and one table is
+    enough. Without weights to compare it counts as its own, which needs more memory and not less.
+    """
     tensors = dict(form.tensors)
     head = next((name for name in tensors if is_head(name)), None)
     table = next((name for name in tensors if is_table(name) and not is_head(name)), None)
@@ -112,8 +116,11 @@ def _settle_tie(form: NormalForm) -> tuple[bool, list[StoredTensor]]:
             raise ModelError("the model is incomplete", do="download the model again",
                              why="lm_head.weight is missing and tie_word_embeddings is false")
         return True, list(tensors.values())
-    if declared:
-        if not _equal(tensors[head], tensors[table]):
+    if declared or (declared is None and weights_there):
+        equal = _equal(tensors[head], tensors[table])
+        if not equal and declared is None:
+            return False, list(tensors.values())
+        if not equal:
             raise ModelError("the model contradicts itself", why=f"tie_word_embeddings is true, but {head} and {table} "
                              "differ", do="set tie_word_embeddings to false if the head is meant to be its own")
         del tensors[head]
@@ -216,7 +223,7 @@ def _write_calibrated(writer: ShardWriter, out: Path, form: NormalForm, plan: La
     note = ""
     try:
         calibrate(out, of_form(form), groups, store)
-    except ModelError as error:
+    except (ModelError, UsageError) as error:  # UsageError: the tokenizer makes too few tokens of the text
         note = f"not calibrated: {error.why or error.what}"
     event({"event": "phase", "phase": "quantizing", "note": note or f"the other tensors of {len(plan.choices)}"})
     return written, note
@@ -277,7 +284,7 @@ def _loss(tally: Tally) -> str:
                 "those the codes were chosen for")
     largest = max(m for m, _, _ in tally.roundings)
     mean = sum(s for _, s, _ in tally.roundings) / count
-    return (f"codes of Q4_0, Q4_1 and (in tables) Q8_0 tensors kept; their scales and offsets rounded from fp16 to "
+    return (f"codes of tensors that were 4-bit (in tables 8-bit) already kept; their scales and offsets rounded to "
             f"bf16: relative error at most {largest:.2%}, {mean:.2%} on average; the rest rounded to the bits it has")
 
 

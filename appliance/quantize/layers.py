@@ -2,9 +2,9 @@
 
 Decides from names, shapes and the recipe alone; no torch, no I/O. Rules: a 2-D `.weight` inside a numbered layer is a
 linear unless its name says norm, router, gate or expert; the embedding table and the head are decided together; the
-modules that vLLM fuses share one fate and one group size; a code lattice of the source (Q4_0, Q4_1, in an 8-bit table
-Q8_0) keeps its group. What vLLM itself builds without a quantization stays bf16; that is known from `served`, which is
-made from the installed vLLM, and from nothing else.
+modules that vLLM fuses share one fate and one group size; a code lattice of the source (a 4-bit GGUF type, in an
+8-bit table one of 8) keeps its group. What vLLM itself builds without a quantization stays bf16; that is known from
+`served`, which is made from the installed vLLM, and from nothing else.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ SMALL_MODEL_PARAMETERS = 1_000_000_000
 """Below this the group size is 32 and tables have 8 bits: a small model has little to spare (docs/fidelity.md)."""
 TRANSPOSED = ("gpt2",)
 """Model types whose linears are stored [K, N] (Conv1D); groups would run along the wrong axis."""
+ALIKE_WINDOWS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "MiMoForCausalLM")
+"""vLLM's files of these stop where some layers have a sliding window and others none."""
 IN_LAYER = r"(^|\.)(layers|h|blocks|block)\.\d+\."
 """What the name of a tensor in a numbered layer contains."""
 STACKED_EXPERTS = r"expert|_moe\."
@@ -87,7 +89,18 @@ def architecture_refusal(config: Mapping[str, Any]) -> str | None:
         return f"vLLM {served.VLLM_VERSION} knows no architecture {name}"
     if kind and kind not in served.CONFIGURATIONS:
         return f"its configuration ({kind}) is code in its own folder, and such code is never run"
+    if name in ALIKE_WINDOWS and _windows_differ(config):
+        return f"vLLM {served.VLLM_VERSION} serves no {name} with sliding windows in some of its layers only"
     return None
+
+
+def _windows_differ(config: Mapping[str, Any]) -> bool:
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        return len({str(kind) for kind in kinds}) > 1
+    first, layers = config.get("max_window_layers"), config.get("num_hidden_layers")
+    return (bool(config.get("use_sliding_window") and config.get("sliding_window"))
+            and isinstance(first, int) and isinstance(layers, int) and 0 < first < layers)
 
 
 def refuse_architecture(config: Mapping[str, Any], path: Path) -> None:
@@ -277,5 +290,5 @@ def _experts(tensors: Iterable[StoredTensor], config: Mapping[str, Any]) -> int:
         return max(numbers) + 1
     if any(len(t.shape) > 2 and re.search(STACKED_EXPERTS, t.name) for t in tensors):
         keys = ("num_experts", "num_local_experts", "n_routed_experts")
-        return next((int(config[key]) for key in keys if config.get(key)), 0)
+        return next((config[key] for key in keys if isinstance(config.get(key), int) and config[key] > 0), 0)
     return 0

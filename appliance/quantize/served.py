@@ -4,7 +4,7 @@
 through transformers' own code; `OTHERS`: known to vLLM, but not as generators of text alone; `FORMER`: served until
 that version. `CONFIGURATIONS`: every `model_type` that needs no code from the model's folder. `KEPT_TABLES`: vLLM's
 file reads the table's weight itself, so it must stay bf16. `KEPT_LINEARS`: linears that vLLM's file builds without a
-quantization, by the last part of their names.
+quantization, by the last part of their names. `COMPARED`: those that a row of the table in docs/models.md is of.
 """
 
 from __future__ import annotations
@@ -291,6 +291,15 @@ CONFIGURATIONS: frozenset[str] = frozenset((
     "wav2vec2", "wav2vec2-bert", "wav2vec2-conformer", "wavlm", "whisper", "xclip", "xclip_text_model",
     "xclip_vision_model", "xcodec", "xcodec2", "xglm", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xlstm",
     "xmod", "yolos", "yoso", "youtu", "zamba", "zamba2", "zaya", "zoedepth"
+))
+COMPARED: frozenset[str] = frozenset((
+    "BloomForCausalLM", "Cohere2ForCausalLM", "CohereForCausalLM", "Exaone4ForCausalLM", "FalconForCausalLM",
+    "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM", "GPTNeoXForCausalLM", "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM", "GemmaForCausalLM", "Glm4ForCausalLM", "GlmForCausalLM", "GptOssForCausalLM",
+    "GraniteForCausalLM", "GraniteMoeForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM",
+    "NemotronForCausalLM", "OPTForCausalLM", "Olmo2ForCausalLM", "OlmoForCausalLM", "OlmoeForCausalLM",
+    "Phi3ForCausalLM", "PhiForCausalLM", "PhimoeForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM", "Starcoder2ForCausalLM"
 ))
 KEPT_TABLES: frozenset[str] = frozenset((
     "ChatGLMForConditionalGeneration", "ChatGLMModel", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM",

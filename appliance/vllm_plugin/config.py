@@ -71,13 +71,18 @@ class CpuInt4Config(QuantizationConfig):  # type: ignore[misc]  # vLLM is not ty
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Follow a model's renaming of its modules."""
+
+        def renamed(names: list[str]) -> list[str]:
+            """Modules by the names of their tensors: some models rename those (`.gate.weight` to `.router.weight`)."""
+            tensors = hf_to_vllm_mapper.apply_list([f"{name}.weight" for name in names])
+            return [tensor.removesuffix(".weight") for tensor in tensors]
+
         self.fields = dataclasses.replace(
-            self.fields,
-            ignore=tuple(hf_to_vllm_mapper.apply_list(list(self.fields.ignore))),
-            group_size_overrides=hf_to_vllm_mapper.apply_dict(dict(self.fields.group_size_overrides)),
-        )
+            self.fields, ignore=tuple(renamed(list(self.fields.ignore))),
+            group_size_overrides={new: group for name, group in self.fields.group_size_overrides.items()
+                                  for new in renamed([name])})
         if self.prepared is not None:
-            self.prepared.rename(hf_to_vllm_mapper.apply_list)
+            self.prepared.rename(renamed)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method for a layer named `prefix`; None leaves vLLM's own bf16 method in place."""

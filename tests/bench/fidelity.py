@@ -1,9 +1,10 @@
 """What 4 bits cost, grid by grid, beside llama.cpp's files: one text, one evaluator, one run.
 
-    worker_python -m tests.bench.fidelity [--source FILE.gguf] [--row NAME ...] [--tokens 2048] [--json FILE]
+    worker_python -m tests.bench.fidelity [--source FILE.gguf] [--row NAME ...] [--tokens 2048] [--json FILE] [--as-is]
 
-The source (default: the embedded SmolLM2) is first decoded to an F32 GGUF file by llama-quantize, so that no recipe can
-keep its codes and every row starts from the same numbers. Ours are quantized as `model add` does; llama.cpp's are made
+The source (default: the embedded SmolLM2) is first decoded to an F32 GGUF file by llama-quantize and its channels are
+shuffled (`tests.bench.shuffle`; not with --as-is): the function stays, but no recipe and no format finds the lattice
+that the source was quantized on, and every row starts from the same numbers. Ours are quantized as `model add` does; llama.cpp's are made
 by llama-quantize and decoded by our importer. All are scored by `appliance.evaluate`, in float32, against the F32 file.
 Bits per weight are those of all tensors, real ones: llama.cpp falls back to wider types where 256 does not divide K.
 Rows that `--json` names already are not run again. Needs the peers' build (`make bench-peers`).
@@ -29,6 +30,7 @@ from appliance.library import resolve
 from appliance.quantize.checkpoint import quantize
 from appliance.quantize.layers import Recipe
 from tests.bench.build_llama import binary
+from tests.bench.shuffle import shuffle
 
 OURS: Mapping[str, Recipe] = {
     "minmax g64, table 8": Recipe(grid="minmax", group_size=64, table_bits=8),
@@ -63,10 +65,13 @@ def llama_quantize(source: Path, out: Path, kind: str) -> None:
 class Bench:
     """One source; `run(name)` gives one row."""
 
-    def __init__(self, source: Path, folder: Path, tokens: int) -> None:
+    def __init__(self, source: Path, folder: Path, tokens: int, *, as_is: bool) -> None:
         self.folder = folder
         self.exact_file = folder / "exact.gguf"
         llama_quantize(source, self.exact_file, "F32")
+        if not as_is:
+            shuffle(self.exact_file)
+        self.as_is = as_is
         self.exact = of_source(self.exact_file)
         self.home = folder / "home"
         quantize(self.exact_file, self.home, Recipe(grid="minmax"), lambda event: None)
@@ -94,7 +99,7 @@ class Bench:
         subprocess.run(["rm", "-rf", str(self.folder / "out"), str(self.folder / "peer.gguf")], check=True)
         return {"bits": round(size, 2), "quantize_s": round(seconds, 1), "perplexity": found.perplexity,
                 "source": found.source_perplexity, "kl": found.divergence, "same": found.same_first_choice,
-                "tokens": found.tokens, "text": self.text}
+                "tokens": found.tokens, "text": self.text, "shuffled": not self.as_is}
 
 
 def rounded(weights: Weights) -> Weights:
@@ -114,12 +119,13 @@ def main() -> None:
     parser.add_argument("--row", action="append")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--as-is", action="store_true", help="do not shuffle the channels")
     args = parser.parse_args()
     source = args.source or Path(resolve("smollm2", env=os.environ))
     done: dict[str, Any] = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     rows = args.row or ["bf16", *OURS, *(f"llama.cpp {kind}" for kind in THEIRS)]
     with tempfile.TemporaryDirectory() as name:
-        bench = Bench(source, Path(name), args.tokens)
+        bench = Bench(source, Path(name), args.tokens, as_is=args.as_is)
         for row in rows:
             if row not in done:
                 done[row] = bench.run(row)

@@ -29,7 +29,8 @@ def test_weights_logits_and_tokens(tmp_path: Path, name: str) -> None:
     source = models.make(tmp_path / "hf", name)
     file = tmp_path / "m.gguf"
     # llama.cpp knows by the name that the marks of Phi-3 swallow white space; the architecture says it as well.
-    llama_cpp.convert(tmp_path / "hf", file, name="phi-3" if name.startswith("phi3") else "tiny")
+    llama_cpp.convert(tmp_path / "hf", file, name="phi-3" if name.startswith("phi3") else "tiny",
+                      pre="qwen2" if name.startswith("qwen") else "smollm")
     config, state = imported.weights(file)
     stored = {key: value for key, value in source.state_dict().items()
               if key != "lm_head.weight" or not config["tie_word_embeddings"]}

@@ -227,7 +227,7 @@ def test_the_files_of_a_stored_model_can_be_had_again(hub: FakeHub, tmp_path: Pa
             assert (place / "model-00001-of-00003.safetensors").read_bytes() == hub.repos["org/name"].files["model-00001-of-00003.safetensors"]
         assert len([r for r in hub.asked("cdn") if r["range"] is None]) == fetched
         assert place.is_dir() == (fetched == 0)
-        assert Sources(one.store.root).prune(kept=True) >= 0
+        assert Sources(one.store.root).prune() >= 0
 
 
 def test_two_at_once_fetch_once(hub: FakeHub, tmp_path: Path) -> None:

@@ -100,6 +100,23 @@ def test_progress_costs_no_try_and_no_byte_comes_twice(hub: FakeHub, tmp_path: P
     assert [one["range"] for one in hub.asked("cdn")][:3] == [None, "bytes=150000-", "bytes=300000-"]
 
 
+def test_what_came_twice_is_no_progress(hub: FakeHub, tmp_path: Path) -> None:
+    """A mirror without ranges that is cut now late, now early, is given up."""
+    hub.faults += [{"match": "cdn", "ignore_range": 1, "cut_after": count} for _ in range(50) for count in (600_000, 300_000)]
+    with pytest.raises(ApplianceError, match="does not come through"):
+        Line(hub).bring(tmp_path)
+    assert len(hub.asked("cdn")) == 5
+
+
+def test_a_long_look_at_a_file_is_no_silence(hub: FakeHub, tmp_path: Path) -> None:
+    """A checksum of tens of GB takes longer than a job may say nothing."""
+    (tmp_path / (NAME + PART)).write_bytes(WEIGHTS)
+    file = RemoteFile(name=NAME, bytes=len(WEIGHTS), sha256=hashlib.sha256(WEIGHTS).hexdigest(), git_sha1=None)
+    heard: list[int] = []
+    Line(hub).hub.download(Listing(repo="org/name", commit=COMMIT, files=(file,)), file, tmp_path / NAME, heard.append)
+    assert heard == [0]
+
+
 @pytest.mark.parametrize(("fault", "code", "says"), [
     ({"match": "resolve", "status": 401}, 78, "not open to this node"),
     ({"match": "resolve", "status": 403, "code": "GatedRepo"}, 78, "accept its terms"),

@@ -151,6 +151,15 @@ def test_names_follow_a_renaming_model() -> None:
     assert config.fields.group_size_overrides == {"model.x": 32}
 
 
+def test_names_follow_a_model_that_renames_tensors() -> None:
+    """Phi-3.5-MoE calls its router otherwise than its checkpoint, by a rule for the tensor and not for the module."""
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    config = _config({"ignore": ["model.layers.0.moe.gate"]})
+    config.apply_vllm_mapper(WeightsMapper(orig_to_new_substr={".moe.": ".mlp.", ".gate.weight": ".router.weight"}))
+    assert config.ignores("model.layers.0.mlp.router")
+
+
 PROBE = """
 import vllm.plugins
 vllm.plugins.load_general_plugins()

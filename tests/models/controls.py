@@ -1,7 +1,7 @@
-"""Negative controls: known defects put into the reference; the served model must then differ from it by more than the limit.
+"""Negative controls: known defects put into the reference, one into the stored model; both must then differ by more than the limit.
 
-A comparison that would pass with a broken layer proves nothing. Each control is one change of configuration or weights in place; it says whether the model
-has what it breaks.
+A comparison that would pass with a broken layer proves nothing. A control of the reference is one change of configuration or weights in place; it says
+whether the model has what it breaks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 Config = dict[str, Any]
@@ -71,6 +71,15 @@ def group_scaled(folder: Path, module: str, row: int, group: int) -> Callable[[C
         return True
 
     return change
+
+
+def damage(folder: Path, module: str, row: int, group: int) -> None:
+    """The same in the stored model itself: one scale times 1.1."""
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(file)
+        if f"{module}.weight_scale" in tensors:
+            tensors[f"{module}.weight_scale"][row, group] *= SCALED
+            save_file(tensors, file, metadata={"format": "pt"})
 
 
 def heaviest_group(folder: Path) -> tuple[str, int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable
@@ -18,9 +19,10 @@ from typing import Any
 from appliance.quantize.layers import is_table
 from tests.models.zoo import ROWS, Row
 
-LENGTHS = (3, 40, 300)
-"""Tokens of the prompts: few rows, beyond no window, beyond every window and one chunk of prefill."""
 GENERATED = 9
+Control = Callable[[dict[str, Any], dict[str, Any]], bool]
+SERVED_DAMAGED = "one stored scale x 1.1"
+"""The control that damages what is served; the others damage the reference."""
 FIXED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "cpu_int4", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1",
          "GLOO_SOCKET_IFNAME": "lo", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TORCH_COMPILE_DISABLE": "1", "VLLM_LOGGING_LEVEL": "INFO", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """What vLLM and torch read when they are imported, as `appliance.launch` sets it."""
@@ -40,7 +42,7 @@ def store(source: Path, folder: Path, recipe: Any) -> dict[str, Any]:
     return report
 
 
-def planned(folder: Path) -> tuple[list[str], dict[str, str], Any]:
+def planned(folder: Path, context: int | None = None) -> tuple[list[str], dict[str, str], Any]:
     """The worker's arguments and environment, and the model's facts."""
     from appliance.launch import Places
     from appliance.plan import make_plan
@@ -51,7 +53,7 @@ def planned(folder: Path) -> tuple[list[str], dict[str, str], Any]:
     model = read_model(folder / "object", name="model", digest="0" * 64)
     places = Places(model=str(folder / "object"), cache=str(folder / "cache"), tmp=str(folder), socket=str(folder / "socket"), sockets=str(folder),
                     prepared=str(folder / "prepared"))
-    plan = make_plan(read_host("/"), model, Settings(compile=False), places)
+    plan = make_plan(read_host("/"), model, Settings(compile=False, context=context), places)
     assert plan.refused is None, plan.refused
     return list(plan.full.argv), dict(plan.full.env), model
 
@@ -88,9 +90,9 @@ def serve(row: Row, folder: Path) -> dict[str, Any]:
 
     make(folder / "source", row)
     report = store(folder / "source", folder, Recipe(**row.recipe))
-    argv, env, model = planned(folder)
+    argv, env, model = planned(folder, row.context)
     os.environ.update({name: value for name, value in env.items() if name not in FIXED})
-    sequences = [tokens(row.config["vocab_size"], count, seed=count) for count in LENGTHS]
+    sequences = [tokens(row.config["vocab_size"], count, seed=count) for count in row.lengths]
     whole, got, ran = served(argv, sequences)
     tables = {layer["bits"] for layer in report["layers"] if is_table(f"{layer['name']}.weight")} or {16}
     linears = [layer for layer in report["layers"] if not is_table(f"{layer['name']}.weight")]
@@ -101,23 +103,53 @@ def serve(row: Row, folder: Path) -> dict[str, Any]:
     }
 
 
+def serve_damaged(row: Row, folder: Path) -> dict[str, Any]:
+    """What vLLM says of the row's stored model once one of its scales is wrong."""
+    from appliance.kernels.prepare import prepare
+    from tests.models.controls import damage, heaviest_group
+    from tests.models.maker import tokens
+
+    damaged = folder / "damaged"
+    shutil.copytree(folder / "object", damaged / "object")
+    damage(damaged / "object", *heaviest_group(damaged / "object"))
+    prepare(damaged / "object", damaged / "prepared", lambda event: None)
+    argv, env, _ = planned(damaged)
+    os.environ.update({name: value for name, value in env.items() if name not in FIXED})
+    whole, got, _ = served(argv, [tokens(row.config["vocab_size"], count, seed=count) for count in row.lengths])
+    return {"damaged": {"whole": whole, "got": got}}
+
+
+def broken_reference(row: Row, folder: Path, control: Control) -> Any:
+    """The reference with a defect; None where the model has nothing that this one breaks."""
+    from tests.models.reference import load
+
+    applied = []
+
+    def change(config: dict[str, Any], weights: dict[str, Any]) -> None:
+        config.update(row.reference)
+        applied.append(control(config, weights))
+
+    model = load(folder / "object", change)
+    return model if applied == [True] else None
+
+
 def compare(row: Row, found: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The row's differences: from the reference, and from references that are broken on purpose."""
     from tests.models.controls import CONTROLS, group_scaled, heaviest_group
     from tests.models.reference import load, logprobs, mean_difference, spread
 
     whole, got = found.pop("whole"), found.pop("got")
-    reference = load(folder / "object")
+    reference = load(folder / "object", lambda config, weights: config.update(row.reference))
     found |= {"difference": mean_difference(got, logprobs(reference, whole)), "spread": spread(reference, whole[-1])}
     controls = dict(CONTROLS)
     if row.outlier != 1.0:
         controls["one scale x 1.1"] = group_scaled(folder / "object", *heaviest_group(folder / "object"))
     broken = {}
     for name, control in controls.items():
-        applied = []
-        model = load(folder / "object", lambda config, weights: applied.append(control(config, weights)))  # noqa: B023
-        if applied == [True]:
+        if (model := broken_reference(row, folder, control)) is not None:
             broken[name] = mean_difference(got, logprobs(model, whole))
+    if damaged := found.pop("damaged", None):
+        broken[SERVED_DAMAGED] = mean_difference(damaged["got"], logprobs(reference, damaged["whole"]))
     return found | {"controls": broken}
 
 
@@ -140,6 +172,8 @@ def main() -> None:
         folder = root / f"{number:02d}"
         folder.mkdir(parents=True)
         result = in_fork(functools.partial(serve, row, folder), folder / "serve")
+        if "error" not in result and row.outlier != 1.0:
+            result |= in_fork(functools.partial(serve_damaged, row, folder), folder / "damaged-serve")
         if "error" not in result:  # apart: vLLM changes transformers' own classes in its process
             result = in_fork(functools.partial(compare, row, result, folder), folder / "compare")
         print("\n" + json.dumps({"name": row.name, **result}), flush=True)

@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from tests.models import architectures  # noqa: E402  # after the guard for the agent's environment
+from tests.models.table import SERVED_DAMAGED  # noqa: E402
 from tests.models.zoo import ROWS  # noqa: E402
 
 pytestmark = [pytest.mark.worker, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -53,8 +54,8 @@ def test_the_served_model_agrees_with_transformers(results: dict[str, dict[str, 
     assert row["difference"] <= LIMIT
 
 
-@pytest.mark.parametrize("control", ["bias doubled", "q and k swapped", "one scale x 1.1", "window off"])
-def test_a_broken_reference_is_told(results: dict[str, dict[str, Any]], control: str) -> None:
+@pytest.mark.parametrize("control", ["bias doubled", "q and k swapped", "one scale x 1.1", "window off", SERVED_DAMAGED])
+def test_what_is_broken_on_either_side_is_told(results: dict[str, dict[str, Any]], control: str) -> None:
     found = {name: row["controls"][control] for name, row in results.items() if control in row.get("controls", {})}
     assert found
     assert all(value > LIMIT for value in found.values()), found
@@ -66,6 +67,8 @@ def test_the_list_of_architectures_is_that_of_the_installed_vllm() -> None:
 
 def test_every_row_is_of_an_architecture_that_is_not_refused(results: dict[str, dict[str, Any]]) -> None:
     from appliance.quantize.layers import architecture_refusal
+    from appliance.quantize.served import COMPARED
 
     for row in results.values():
         assert architecture_refusal({"architectures": [row["architecture"]]}) is None
+        assert row["architecture"] in COMPARED

@@ -21,7 +21,9 @@ COMMON: Mapping[str, Any] = {
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """`fields`: of the configuration, over `COMMON`; None leaves a common field out. `recipe`: what is asked of the quantization. `spread`: standard
-    deviation of its log-probabilities. `outlier`: one group of weights is that many times as large as the others. `whole`: served by the whole service, not by the engine alone."""
+    deviation of its log-probabilities. `outlier`: one group of weights is that many times as large as the others; such a row is served a second time with
+    that group's stored scale times 1.1. `context`: what the operator asks for. `lengths`: tokens of the prompts: few rows, beyond no window, beyond every
+    window and one chunk of prefill. `reference`: fields that the reference's configuration has instead. `whole`: served by the whole service, not by the engine alone."""
 
     name: str
     model_type: str
@@ -30,6 +32,9 @@ class Row:
     seed: int = 1
     spread: float = 2.0
     outlier: float = 1.0
+    context: int | None = None
+    lengths: tuple[int, ...] = (3, 40, 300)
+    reference: Mapping[str, Any] = field(default_factory=dict)
     whole: bool = False
 
     @property
@@ -41,8 +46,8 @@ OWN_NAMES: Mapping[str, Any] = {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_pos
                                 "num_attention_heads": None, "num_key_value_heads": None, "intermediate_size": None, "max_position_embeddings": None}
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
                "rope_theta": 10000.0}
-LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + 0.05 * i for i in range(16)],
-             "long_factor": [2.0 + 0.5 * i for i in range(16)], "original_max_position_embeddings": 128}
+LONG_ROPE: Mapping[str, Any] = {"partial_rotary_factor": 0.75, "rope_theta": 10000.0, "sliding_window": None, "rope_scaling": {
+    "type": "longrope", "short_factor": [1.0 + 0.05 * i for i in range(12)], "long_factor": [2.0 + 0.5 * i for i in range(12)]}}
 EXPERTS: Mapping[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 
 ROWS: tuple[Row, ...] = (
@@ -59,13 +64,14 @@ ROWS: tuple[Row, ...] = (
     Row(name="Llama (an outlier)", model_type="llama", outlier=60.0, spread=4.0),
     Row(name="Mistral (sliding window)", model_type="mistral", fields={"sliding_window": 40}),
     Row(name="Qwen2 (biases)", model_type="qwen2", fields={"tie_word_embeddings": True}, whole=True),
-    Row(name="Qwen2 (windows in some layers)", model_type="qwen2", fields={
-        "use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}),
+    Row(name="Qwen2 (windows in all layers)", model_type="qwen2", fields={
+        "use_sliding_window": True, "sliding_window": 40, "max_window_layers": 0}),
     Row(name="Qwen3 (head norms)", model_type="qwen3", fields={"head_dim": 64}),
     Row(name="Phi-3 (fused tensors)", model_type="phi3", fields={"sliding_window": 40}, whole=True),
-    Row(name="Phi-4-mini (scaled partial rotation)", model_type="phi3", fields={
-        "rope_parameters": LONG_ROPE | {"partial_rotary_factor": 1.0}, "original_max_position_embeddings": 128, "tie_word_embeddings": True,
-        "sliding_window": None}),
+    Row(name="Phi-4-mini (partial rotation in two lengths)", model_type="phi3", fields=LONG_ROPE | {
+        "original_max_position_embeddings": 512, "tie_word_embeddings": True}),
+    Row(name="Phi-4-mini (a long context asked for)", model_type="phi3", fields=LONG_ROPE | {
+        "original_max_position_embeddings": 128, "tie_word_embeddings": True}, context=1024, lengths=(200, 300)),
     Row(name="Phi (parallel block)", model_type="phi", fields={"num_key_value_heads": 4}),
     Row(name="Gemma", model_type="gemma", fields={"head_dim": 64, "num_key_value_heads": 1}),
     Row(name="Gemma 2 (soft caps, windows)", model_type="gemma2", fields={
@@ -90,7 +96,8 @@ ROWS: tuple[Row, ...] = (
         "num_key_value_heads": None, "num_kv_heads": 2, "intermediate_size": None, "new_decoder_architecture": True}),
     Row(name="Starcoder2", model_type="starcoder2", fields={"sliding_window": 40}),
     Row(name="Cohere", model_type="cohere", fields={"logit_scale": 0.5}),
-    Row(name="Cohere 2", model_type="cohere2", fields={"logit_scale": 0.5, "sliding_window": 40, "num_hidden_layers": 4}),
+    Row(name="Cohere 2", model_type="cohere2", fields={"logit_scale": 0.5, "sliding_window": 40, "num_hidden_layers": 4},
+        reference={"sliding_window": 41}),  # vLLM counts the token itself on top, as in training; transformers does not
     Row(name="Nemotron", model_type="nemotron"),
     Row(name="GLM", model_type="glm", fields={"head_dim": 32}),
     Row(name="GLM 4", model_type="glm4", fields={"head_dim": 32}),
@@ -100,7 +107,8 @@ ROWS: tuple[Row, ...] = (
     Row(name="Qwen2-MoE (shared expert)", model_type="qwen2_moe", fields=EXPERTS | {"shared_expert_intermediate_size": 160, "decoder_sparse_step": 1}),
     Row(name="Qwen3-MoE", model_type="qwen3_moe", fields=EXPERTS | {"head_dim": 32, "decoder_sparse_step": 1}),
     Row(name="OLMoE", model_type="olmoe", fields={"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96}),
-    Row(name="Granite-MoE", model_type="granitemoe", fields={"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96}),
+    Row(name="Granite-MoE", model_type="granitemoe", fields={
+        "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96, "attention_multiplier": 0.2}),
     Row(name="Phi-3.5-MoE", model_type="phimoe", fields={"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96}),
     Row(name="GPT-OSS (sinks)", model_type="gpt_oss", fields={
         "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 40, "intermediate_size": 96}),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -174,6 +175,23 @@ def test_what_came_from_the_hub_is_made_again_from_the_kept_files(node: Node, tm
     assert provision(node)["mended"].endswith(f"was made again from {origin}")
     assert node.store.get("tiny").manifest["source"] == origin
     node.check()
+    flip(model_file(node))
+    node.env["HF_HUB_OFFLINE"] = "1"
+    code, out, err = node.run("repair", "tiny")
+    assert (code, out.count("was made again from hf:org/name")) == (0, 1), err
+    node.check()
+
+
+def test_a_layout_of_no_use_in_a_store_that_cannot_be_written(node: Node) -> None:
+    """It is not mapped, so the model is served from weights packed in memory; one that would be mapped is refused."""
+    shutil.rmtree(node.store.root / "tmp")
+    (node.store.root / "tmp").write_text("")  # no draft and no trash can be made
+    flip(layout(node))
+    assert provision(node)["code"] == 73
+    layout(node).with_name("index.json").unlink()
+    found = provision(node)
+    assert (found["code"], found["mended"].split(", ")[-1]) == (0, "and the store cannot be written"), found
+    assert "the worker packs them in memory" in found["note"]
 
 
 def test_the_quick_look_is_bounded_and_rotates(node: Node) -> None:

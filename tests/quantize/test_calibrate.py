@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from appliance.errors import ModelError  # noqa: E402  (after the skips)
+from appliance.evaluate import streaming  # noqa: E402
 from appliance.evaluate.comparison import Score, score  # noqa: E402
 from appliance.evaluate.text import read_text, windows  # noqa: E402
 from appliance.evaluate.weights import of_source, of_stored  # noqa: E402
@@ -88,6 +90,41 @@ def test_a_tokenizer_that_does_not_fit_is_no_reason_to_fail(llama: Path, tmp_pat
     report = quantize(small, tmp_path / "out", Recipe(grid="auto"), lambda event: None)
     assert "more tokens than its table" in report["grid_note"]
     assert {layer["route"] for layer in report["layers"]} == {"searched", "min/max"}
+
+
+def test_a_tokenizer_that_makes_one_token_of_the_text_is_no_reason_to_fail(llama: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    folder = tmp_path / "source"
+    shutil.copytree(llama, folder)
+    Tokenizer(models.BPE(vocab={"?": 0}, merges=[], unk_token="?", fuse_unk=True)).save(str(folder / "tokenizer.json"))
+    report = quantize(folder, tmp_path / "out", Recipe(grid="auto"), lambda event: None)
+    assert "one window needs" in report["grid_note"]
+
+
+def test_code_of_the_class_that_fails_is_no_reason_to_fail(llama: Path, tmp_path: Path,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of the pass: what was calibrated stays, the rest is searched."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(LlamaMLP, "forward", fail)
+    report = quantize(llama, tmp_path / "out", Recipe(grid="auto"), lambda event: None)
+    assert report["grid_note"] == "not calibrated: RuntimeError: no such kernel"
+    routes = {layer["name"].rpartition(".")[2]: layer["route"] for layer in report["layers"] if ".0." in layer["name"]}
+    assert (routes["q_proj"], routes["down_proj"]) == ("calibrated", "searched")
+
+
+def test_windows_are_run_in_groups(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantize(llama, tmp_path / "out", Recipe(), lambda event: None)
+    ids = windows(read_text(None), tmp_path / "out", 1280)
+    stored = of_stored(tmp_path / "out")
+    whole = score(tmp_path / "out", stored, None, ids, lambda event: None)
+    monkeypatch.setattr(streaming, "WINDOWS_AT_ONCE", 2)
+    assert len(ids) == 5
+    assert score(tmp_path / "out", stored, None, ids, lambda event: None).perplexity == pytest.approx(whole.perplexity)
 
 
 def test_an_unknown_grid_is_refused(llama: Path, tmp_path: Path) -> None:

@@ -100,29 +100,49 @@ def test_case_033_kept_layer_is_stored_exactly_and_listed(tmp_path: Path) -> Non
     assert name in written["quantization_config"]["ignore"]
 
 
-def test_case_038_tie_flag_and_tensors(tmp_path: Path) -> None:
-    tied = random_tensors()
-    both = tied | {"lm_head.weight": tied["model.embed_tokens.weight"].clone()}
-    write_random(tmp_path / "equal", tensors=both)
-    report, _ = run(tmp_path / "equal", tmp_path / "a")
-    assert not any("lm_head" in name for name in read_out(tmp_path / "a")[1])
-    assert report["parameters"] == sum(t.numel() for t in tied.values())
+TIED, OWN, CONTRADICTS, INCOMPLETE = "one table", "table and head", r"lm_head\.weight and model\.embed_tokens\.weight differ", r"lm_head\.weight is missing"
 
-    both["lm_head.weight"][3, 3] += 1
-    write_random(tmp_path / "different", tensors=both)
-    with pytest.raises(ModelError, match=r"lm_head\.weight and model\.embed_tokens\.weight differ"):
-        run(tmp_path / "different", tmp_path / "b")
 
-    untied = LLAMA | {"tie_word_embeddings": False}
-    write_random(tmp_path / "untied", untied, tensors=both)
-    run(tmp_path / "untied", tmp_path / "c")
-    config, tensors = read_out(tmp_path / "c")
-    assert "lm_head.weight_packed" in tensors
-    assert config["tie_word_embeddings"] is False
+@pytest.mark.parametrize("table_bits", [4, 16])
+@pytest.mark.parametrize(("flag", "head", "becomes"), [
+    (True, "absent", TIED), (True, "equal", TIED), (True, "different", CONTRADICTS),
+    (False, "absent", INCOMPLETE), (False, "equal", OWN), (False, "different", OWN),
+    (None, "absent", TIED), (None, "equal", TIED), (None, "different", OWN),
+])
+def test_case_038_tie_flag_and_tensors(tmp_path: Path, flag: bool | None, head: str, becomes: str, table_bits: int) -> None:
+    """Every flag (None: missing) with every head: what is stored, in how many bits, and what the written flag says."""
+    config = {key: value for key, value in LLAMA.items() if key != "tie_word_embeddings"} | ({} if flag is None else {"tie_word_embeddings": flag})
+    tensors = random_tensors()
+    count = sum(t.numel() for t in tensors.values())
+    if head != "absent":
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"][3, 3] += head == "different"
+    write_random(tmp_path / "m", config | {"tie_word_embeddings": True}, tensors=tensors)
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    if becomes in (CONTRADICTS, INCOMPLETE):
+        with pytest.raises(ModelError, match=becomes):
+            run(tmp_path / "m", tmp_path / "out", Recipe(table_bits=table_bits))
+        return
+    report, _ = run(tmp_path / "m", tmp_path / "out", Recipe(table_bits=table_bits))
+    written, stored = read_out(tmp_path / "out")
+    modules = ["model.embed_tokens", *(["lm_head"] if becomes == OWN else [])]
+    part = "weight" if table_bits == 16 else "weight_packed"
+    assert written["tie_word_embeddings"] is (becomes == TIED)
+    assert sorted(name for name in stored if name.endswith(part) and name.startswith(("model.embed", "lm_head"))) == sorted(f"{m}.{part}" for m in modules)
+    assert not any(name.startswith("lm_head") for name in stored) or becomes == OWN
+    assert {layer["name"]: layer["bits"] for layer in report["layers"] if layer["name"] in modules} == (
+        {} if table_bits == 16 else dict.fromkeys(modules, table_bits))
+    assert report["parameters"] == count + (tensors["lm_head.weight"].numel() if becomes == OWN else 0)
 
-    write_random(tmp_path / "headless", untied, tensors=tied)
-    with pytest.raises(ModelError, match=r"lm_head\.weight is missing"):
-        run(tmp_path / "headless", tmp_path / "d")
+
+def test_an_outline_without_a_flag_counts_a_stored_head(tmp_path: Path) -> None:
+    """An outline holds no weights to compare, so what it says of the memory is the larger answer."""
+    config = {key: value for key, value in LLAMA.items() if key != "tie_word_embeddings"}
+    tensors = random_tensors()
+    write_random(tmp_path / "m", tensors=tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    outlined, _ = run(tmp_path / "m", tmp_path / "out", outline=True)
+    assert outlined["parameters"] == sum(t.numel() for t in tensors.values()) + tensors["model.embed_tokens.weight"].numel()
 
 
 def test_table_kept_at_16_bits(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import numpy as np  # noqa: E402  (after the skips)
 
 from appliance.errors import ModelError  # noqa: E402
 from appliance.importing.gguf import open_gguf  # noqa: E402
+from appliance.importing.gguf_architectures import ARCHITECTURES, Metadata, Unmapped  # noqa: E402
 from appliance.importing.source import inspect  # noqa: E402
 from appliance.importing.tensors import StoredTensor, float_rows, lattice_rows  # noqa: E402
 from appliance.quantize.checkpoint import quantize  # noqa: E402
@@ -155,7 +156,7 @@ def test_codes_of_a_four_bit_source_are_kept(tmp_path: Path, kind: str) -> None:
     report = quantize(tmp_path / "m.gguf", tmp_path / "out", Recipe(group_size=64), lambda e: None)
     assert {layer["route"] for layer in report["layers"]} == {"codes kept"}
     assert {layer["group"] for layer in report["layers"]} == {32}
-    assert "fp16 to bf16" in report["loss"]
+    assert "rounded to bf16" in report["loss"]
     _, tensors = read_out(tmp_path / "out")
     back, exact = dequantized(tensors), opened(tmp_path / "m.gguf")
     form = open_gguf(inspect(tmp_path / "m.gguf"))
@@ -302,6 +303,39 @@ def test_sentencepiece_tokenizer(tmp_path: Path) -> None:
     assert tokenizer("é").input_ids[-2:] == [3 + 0xC3, 3 + 0xA9]  # unknown letters fall back to bytes
 
 
+def test_a_sentencepiece_token_of_a_megabyte_is_refused(tmp_path: Path) -> None:
+    from appliance.importing.gguf_tokenizer import write_tokenizer
+
+    tokens = ["<unk>", "a", "a" * 1_000_000]
+    fields = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": [0.0] * 3,
+              "tokenizer.ggml.token_type": [2, 1, 1]}
+    with pytest.raises(ModelError, match="a token of it has 1000000 letters"):
+        write_tokenizer(tmp_path / "m.gguf", fields, 320, tmp_path)
+
+
+@pytest.mark.parametrize(("said", "wanted"), [
+    ({}, ("none", 1.0)), ({"rope.scaling.factor": 4.0}, ("linear", 4.0)), ({"rope.scale_linear": 8.0}, ("linear", 8.0)),
+    ({"rope.scaling.type": "linear", "rope.scaling.factor": 1.0}, ("none", 1.0)), ({"rope.scale_linear": 0}, ("none", 1.0)),
+    ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, ("none", 4.0)),
+    ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scale_linear": 2.0}, ("yarn", 4.0)),
+])
+def test_rope_scaling_is_read_as_llama_cpp_does(said: dict[str, Any], wanted: tuple[str, float]) -> None:
+    fields = {f"llama.{key}": value for key, value in said.items()}
+    assert Metadata(prefix="llama", fields=fields, present=frozenset()).rope_scaling() == wanted
+
+
+@pytest.mark.parametrize(("arch", "said", "why"), [
+    ("gemma3", {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "rope scaling 'yarn' is not supported"),
+    ("granite", {"rope.scaling.finetuned": False}, "without rotary positions"),
+    ("gemma3", {"rope.scaling.factor": -1.0}, "says gemma3.rope.scaling.factor = -1.0"),
+])
+def test_a_rotation_that_is_not_mapped_is_refused(arch: str, said: dict[str, Any], why: str) -> None:
+    fields = {f"{arch}.{key}": value for key, value in ({"attention.layer_norm_rms_epsilon": 1e-6} | said).items()}
+    config = {"num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
+    with pytest.raises(Unmapped, match=why):
+        ARCHITECTURES[arch].extra(Metadata(prefix=arch, fields=fields, present=frozenset()), config)
+
+
 def test_unknown_things_are_refused_by_name(tmp_path: Path) -> None:
     source = random_tensors(WIDE)
 
@@ -315,6 +349,10 @@ def test_unknown_things_are_refused_by_name(tmp_path: Path) -> None:
 
     assert "architecture 'bloom' is not supported (supported: llama, qwen2, qwen3, gemma" in line(arch="bloom")
     assert "pre-tokenizer 'viking' is not known" in line(pre="viking")
+    (tmp_path / "out").rmdir()
+    biases = {f"model.layers.{i}.self_attn.{module}_proj.bias": torch.zeros(rows) for i in range(2)
+              for module, rows in (("q", 64), ("k", 32), ("v", 32))}
+    assert "pre-tokenizer 'gpt-2' of a qwen2 model is not known" in line(arch="qwen2", tensors=source | biases)
     (tmp_path / "out").rmdir()
     assert "blk.1.ffn_up.weight is missing" in line(skip=("model.layers.1.mlp.up_proj.weight",))
     assert "says 0 heads and 2 layers" in line(config=WIDE | {"num_attention_heads": 0})

@@ -23,6 +23,8 @@ from appliance.quantize.layers import (
 from tests.quantize.models import LLAMA, shapes
 
 LAYER = "model.layers.0"
+WINDOWS = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 3, "use_sliding_window": True,
+           "sliding_window": 40}
 
 
 def stored(name: str, shape: list[int], kind: str = "BF16") -> StoredTensor:
@@ -171,6 +173,12 @@ def test_what_is_not_a_linear_of_the_transformer() -> None:
     ({"architectures": ["SomethingForCausalLM"]}, "knows no architecture SomethingForCausalLM"),
     ({"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2"}, "code in its own folder"),
     ({}, "knows no architecture ?"),
+    (WINDOWS | {"max_window_layers": 1}, "windows in some of its layers only"),
+    (WINDOWS | {"max_window_layers": 1, "use_sliding_window": False}, None),
+    (WINDOWS | {"max_window_layers": 3}, None),
+    (WINDOWS | {"max_window_layers": 0}, None),
+    (WINDOWS | {"layer_types": ["full_attention", "sliding_attention"]}, "windows in some of its layers only"),
+    (WINDOWS | {"layer_types": ["full_attention", "full_attention"], "max_window_layers": 1}, None),
 ])
 def test_architectures_that_vllm_does_not_serve_are_refused(config: dict[str, Any], words: str | None) -> None:
     found = architecture_refusal(config)

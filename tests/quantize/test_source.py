@@ -77,6 +77,18 @@ def test_case_015_tokenizer_missing_is_named(tmp_path: Path) -> None:
     assert "tokenizer.json is missing" in refusal(folder)
 
 
+@pytest.mark.parametrize(("name", "content", "why"), [
+    ("tokenizer_config.json", b"{nope", "is not valid JSON"), ("tokenizer_config.json", b"[1]", "is not a JSON object"),
+    ("special_tokens_map.json", b"", "is not valid JSON"), ("generation_config.json", b"[" * 100_000, "is not valid JSON"),
+    ("chat_template.jinja", b"\xff\xfe{{ messages }}", "is not UTF-8 text"),
+    ("chat_template.jinja", b"x" * (2 << 20), "has 2097152 bytes; at most 1048576 are allowed"),
+])
+def test_a_small_file_that_no_worker_could_read(tmp_path: Path, name: str, content: bytes, why: str) -> None:
+    folder = write_folder(tmp_path / "m")
+    (folder / name).write_bytes(content)
+    assert f"{name} {why}" in refusal(folder)
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", "{}", "version https://git-lfs.github.com/spec/v1\n"])
 def test_broken_config(tmp_path: Path, text: str) -> None:
     folder = write_folder(tmp_path / "m")

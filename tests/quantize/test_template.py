@@ -149,3 +149,32 @@ def test_a_mark_is_a_word_of_its_parser(kind: str, row: parsers.Row) -> None:
     source = source_of(kind, row.parser)
     for mark in row.marks:
         assert mark in NOT_IN_THE_PARSER or mark in source or mark.strip("<>=|") in source, mark
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["tools", "reasoning"])
+def test_the_tokens_that_a_parser_demands_are_listed(kind: str) -> None:
+    """Every parser that a template may choose is made with a vocabulary of letters, then with the tokens of the list."""
+    pytest.importorskip("vllm")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    needs = parsers.TOOL_TOKENS if kind == "tools" else parsers.REASONING_TOKENS
+    rows = parsers.TOOLS if kind == "tools" else parsers.REASONING
+
+    def refuses(parser: str, more: tuple[str, ...]) -> bool:
+        letters = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, additional_special_tokens=[*more])
+        make = ToolParserManager.get_tool_parser if kind == "tools" else ReasoningParserManager.get_reasoning_parser
+        try:
+            make(parser)(tokenizer)
+        except RuntimeError as error:
+            return "could not locate" in str(error)
+        return False
+
+    tried = {row.parser for row in rows} | set(needs)
+    assert {parser for parser in tried if refuses(parser, ())} == set(needs)
+    for parser, tokens in needs.items():
+        assert not refuses(parser, tokens), parser

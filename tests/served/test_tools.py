@@ -1,7 +1,8 @@
 """Tools and structured output with real vLLM and the openai client.
 
-SmolLM2 is too weak to call a tool by itself, so its answers are held to a form: by `tool_choice`, by a JSON schema, or by
-a choice of texts that the parser then has to read.
+SmolLM2 is too weak to call a tool or to think by itself, so its answers are held to a form: by `tool_choice`, by a JSON
+schema, or by a choice of texts that the parser then has to read. What needs a start of its own is `heavy` (`make
+test-models`); the rest shares the server of the other tests.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     service.stop()
 
 
+@pytest.mark.heavy
 def test_the_parser_of_the_template_reads_a_call(hermes: Served) -> None:
     assert hermes.status()["tools"] == "hermes"
     assert "tool calls     hermes: the chat template writes <tool_call>" in hermes.applianctl("model", "show").stdout
@@ -99,6 +101,22 @@ def test_the_parser_of_the_template_reads_a_call(hermes: Served) -> None:
     again = client_of(hermes).chat.completions.create(model="default", messages=answered, tools=TOOLS, max_tokens=8,
                                                       temperature=0)
     assert again.choices[0].message.content is not None
+
+
+@pytest.mark.heavy
+def test_a_parser_of_thinking_tells_it_from_the_answer(tmp_path: Path) -> None:
+    service = serve(tmp_path / "home", settings="reasoning: qwen3\n")
+    try:
+        assert "reasoning      qwen3: set by the operator" in service.applianctl("model", "show").stdout
+        free: Any = client_of(service).chat.completions.create(model="default", messages=QUESTION, max_tokens=30, temperature=0)
+        # Of a model that does not think this parser takes all for thinking, which `reasoning: none` is for.
+        assert free.choices[0].message.reasoning
+        held = client_of(service).chat.completions.create(
+            model="default", messages=QUESTION, max_tokens=60, temperature=0, extra_body={
+                "structured_outputs": {"choice": ["<think>\nIt is summer.\n</think>\n\n17:00"]}, "include_reasoning": False})
+        assert (held.choices[0].message.content or "").strip() == "17:00"
+    finally:
+        service.stop()
 
 
 def test_case_013_a_template_that_fails_is_told_at_add(tmp_path: Path) -> None:

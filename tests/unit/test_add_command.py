@@ -63,5 +63,8 @@ def test_a_way_that_is_closed_is_one_line(operator: Operator, name: str, value: 
 
 def test_options_that_do_not_go_together(operator: Operator, tmp_path: Path) -> None:
     assert operator.run("add", str(tmp_path), "--json").exit_code == 2
+    (tmp_path / "template").write_text("\n" * 60_000)  # what enters the child's command line is its JSON
+    with pytest.raises(UsageError, match="longer than 98304 bytes as a text in JSON"):
+        operator.run("add", str(tmp_path), "--chat-template", str(tmp_path / "template"))
     with pytest.raises(ConfigError, match=r"--limit-rate: hub\.limit_rate has a wrong value"):
         operator.run("add", "hf:a/b", "--limit-rate", "quick")

@@ -513,3 +513,9 @@ def test_a_front_is_read_without_the_rest(store: Store, tmp_path: Path) -> None:
         front = read_front(file, keys=None)
         assert front.content == listed
         assert file.tell() < 8192
+
+
+def test_where_no_temporary_file_can_be_written_nothing_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    with pytest.raises(StoreError, match="the signature cannot be checked: No such file or directory"):
+        signature.check(b"text", b"signature", ["ssh-ed25519 AAAA"])

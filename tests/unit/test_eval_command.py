@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from appliance import manifest
 from appliance.cli.application import Application
 from appliance.cli.eval import evaluate
 from appliance.cli.model import model
 from appliance.errors import ModelError
+from appliance.sources import Sources
+from appliance.store import Store
 from tests.process.fake_models import fake_python, source_folder
 
 
@@ -61,6 +64,20 @@ def test_a_source_that_is_gone_is_said_plainly(operator: Operator) -> None:
     lines = operator.run().stdout.splitlines()
     assert lines[3].startswith(f"source             not compared: {operator.source} does not exist")
     assert "same first choice" not in lines[4]
+
+
+def test_a_source_from_the_hub_that_was_kept(operator: Operator) -> None:
+    store, origin = Store(Application(env=operator.env).directories.store), "hf:org/name@" + "c" * 40
+    file = store.get("m").path / "manifest.json"
+    file.chmod(0o644)
+    file.write_text(manifest.text({**json.loads(file.read_text()), "source": origin}))
+    assert f"not compared: {origin} is not kept here" in operator.run().stdout
+    with Sources(store.root).hold("x") as held:
+        files = {one.name: {"bytes": one.stat().st_size, "sha256": None, "git_sha1": None} for one in operator.source.iterdir()}
+        Sources(store.root).describe(held, source=origin, commit="c" * 40, files=files, kept=True)
+        for one in operator.source.iterdir():
+            shutil.copyfile(one, held.path / one.name)
+    assert "of its source" in operator.run().stdout
 
 
 def test_a_source_that_has_changed_is_not_compared_with(operator: Operator) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -184,14 +183,21 @@ def test_fetched_sources_are_listed_kept_and_pruned(tmp_path: Path) -> None:
     assert (by_key["kept"].whole, by_key["kept"].kept) == (True, True)
     with sources.hold(key):
         assert {one.key: one.busy for one in sources.list()} == {key: True, "kept": False}
-        assert sources.prune() == 0
+        assert sources.prune(wanted=["hf:org/name@x"]) == 0
         with pytest.raises(TransientError, match="another process is fetching"), sources.hold(key):
             pass
-    assert sources.prune(older_than_s=3600, now=time.time()) == 0
-    assert sources.prune() == 60
+    assert sources.find("hf:org/name@x") == tmp_path / "sources" / "kept"
+    assert sources.find("hf:org/name@y") is None
+    assert sources.prune(wanted=["hf:org/name@x"]) == 60
     assert [one.key for one in sources.list()] == ["kept"]
-    assert sources.prune(kept=True) == 100
+    assert sources.prune() == 100
     assert sources.list() == []
+
+
+def test_long_names_have_folders_of_their_own() -> None:
+    keys = {key_of("o" * 96 + "/" + "n" * 96, commit * 40, file) for commit in "ab" for file in (None, "x" * 200, "x" * 199 + "y")}
+    assert len(keys) == 6
+    assert max(map(len, keys)) <= 200
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 2, "source": "", "commit": "", "files": {}}', '{"files": {"a": 1}}', "[" * 100_000])

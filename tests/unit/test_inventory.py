@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from appliance import record, status
+from appliance import disk, record, status
 from appliance.cli.application import Application
+from appliance.cli.model import model
 from appliance.cli.store import store as command
 from appliance.errors import ConfigError, StoreError
 from appliance.identity import identity
@@ -143,3 +145,56 @@ def test_times_of_files_decide_nothing(app: Application, store: Store, when: int
     clean(store, app.directories)
     assert store.digests() == [kept]
     assert store.verify(kept) == []
+
+
+def test_removing_a_name_takes_nothing_that_the_service_needs(app: Application, store: Store) -> None:
+    one, two, served = put(store, "a", "one"), put(store, "b", "two"), put(store, "c", None)
+    app.directories.runtime.mkdir(parents=True)
+    status.write(app.directories.runtime, {"agent": identity(), "sentence": "ready", "state": "ready", "digest": served})
+    for name, left in (("one", [two, served]), ("two", [served])):
+        assert CliRunner().invoke(model, ["remove", name, "--force"], obj=app).exit_code == 0
+        assert store.digests() == sorted(left)
+    assert one not in store.digests()
+
+
+def test_kept_sources_go_with_their_model(app: Application, store: Store) -> None:
+    put(store, "hf:org/name@x", "one")
+    fetched = Sources(store.root)
+    for key, source in (("x", "hf:org/name@x"), ("y", "hf:org/name@y")):
+        with fetched.hold(key) as held:
+            fetched.describe(held, source=source, commit="c" * 40, files={}, kept=True)
+            (held.path / "model.gguf").write_bytes(bytes(500))
+    for said in (run(app, "gc", "--dry-run").stdout, run(app, "gc").stdout):
+        assert said.splitlines()[0] == "fetched source hf:org/name@y: 500 bytes"
+    assert [one.key for one in fetched.list()] == ["x"]
+
+
+def test_looking_beside_a_writer(app: Application, store: Store) -> None:
+    """What vanishes while it is counted is no error."""
+    fetched, ended = Sources(store.root), threading.Event()
+    put(store, "a", "one")
+
+    def write() -> None:
+        while not ended.is_set():
+            with store.begin("0" * 64) as draft, fetched.hold("x", on_wait=lambda: None) as held:
+                for folder in (draft.folder, held.path):
+                    (folder / "a.part").write_bytes(b"x")
+                    (folder / "a.part").rename(folder / "a")
+                fetched.finish(held)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(1000):
+            look(store, app.directories)
+    finally:
+        ended.set()
+        writer.join()
+
+
+def test_a_file_with_holes_counts_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "outline").write_bytes(bytes(4096))
+    os.truncate(tmp_path / "folder" / "outline", 1 << 40)
+    assert 0 < disk.bytes_below(tmp_path) < 1 << 20
+    assert disk.bytes_below(tmp_path / "none") == 0

@@ -64,6 +64,7 @@ def test_add_list_show_use_remove(operator: Operator, tmp_path: Path) -> None:
     shown = operator.run("show").stdout
     assert "names" not in shown
     assert f"{'name':<15}b, tiny-model" in shown
+    assert f"{'architecture':<15}LlamaForCausalLM\n" in shown
     assert f"{'heads':<15}4, 2 for keys and values, 16 wide" in shown
     said = json.loads(operator.run("show", "default", "--json").stdout)
     assert (said["name"], said["layers"], said["recipe"]["group_size"]) == ("tiny-model", 2, "auto")

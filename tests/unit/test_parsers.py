@@ -54,6 +54,20 @@ def test_the_choice_says_why_and_the_operator_wins() -> None:
     assert (none.parser, none.reason) == ("none", "the chat template shows no thinking that vLLM tells from the answer")
 
 
+def test_a_parser_whose_token_is_missing_is_not_chosen() -> None:
+    """vLLM's parser would answer every chat request of such a model with an error."""
+    lacking = parsers.absent('{"added_tokens": [{"id": 1, "content": "<think>"}, {"id": 2, "content": "</think>"}]}')
+    assert "<|python_tag|>" in lacking
+    assert "<think>" not in lacking
+    chosen = parsers.choose_tools("LlamaForCausalLM", parsers.marks(LLAMA31), "auto", lacking)
+    assert (chosen.parser, chosen.evidence) == ("none", "tokenizer.json")
+    assert chosen.reason == "vLLM's parser llama3_json needs the token <|python_tag|>, which the vocabulary does not have"
+    assert parsers.choose_tools("LlamaForCausalLM", (), "llama3_json", lacking).parser == "none"
+    both = parsers.marks(LLAMA31 + HERMES)
+    assert parsers.choose_tools("LlamaForCausalLM", both, "auto", lacking).parser == "hermes"
+    assert parsers.choose_tools("LlamaForCausalLM", parsers.marks(LLAMA31), "auto").parser == "llama3_json"
+
+
 def test_every_row_is_a_name_that_the_setting_takes() -> None:
     assert {row.parser for row in parsers.TOOLS} <= set(parsers.TOOL_PARSERS)
     assert {row.parser for row in parsers.REASONING} <= set(parsers.REASONING_PARSERS)

@@ -231,6 +231,12 @@ def test_context_is_cut_openly() -> None:
     assert f"cut from {MODELS['llama-1b'].max_context} tokens" in reason
 
 
+def test_a_model_of_two_rotations_keeps_to_the_short_one_unless_asked() -> None:
+    model = dataclasses.replace(SMOLLM2, short_context=4096)
+    assert choice(planned(model), "context") == (4096, "its rotation changes above that; 8192 at most where `context` asks for it")
+    assert choice(planned(model, context=8000), "context") == (8000, "set by the operator")
+
+
 def test_a_wanted_context_is_kept_or_refused_never_cut() -> None:
     assert planned(context=4096).full.context == 4096
     assert planned(context=1 << 20).full.context == SMOLLM2.max_context
