@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -141,7 +142,7 @@ class Delivery:
     def _surveyed(self, wanted: Reference, settled: Collection[str] = ()) -> Iterator[tuple[Survey, Draft]]:
         ensure(self.store.root)
         self.store.sweep()
-        with self.store.begin(f"survey-{os.getpid()}") as draft:
+        with self.store.begin(f"survey-{secrets.token_hex(8)}") as draft:
             said = self._run("survey", wanted, draft.folder, draft, (), settled=tuple(settled))
             yield Survey(reference=wanted.at(said["commit"], said["file"]), files=said["files"], main=said["main"],
                          folder=draft.folder, contents=said["contents"]), draft

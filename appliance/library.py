@@ -25,6 +25,7 @@ from appliance.draft import Draft
 from appliance.errors import ModelError, UsageError
 from appliance.importing.safetensors import read_header
 from appliance.importing.source import Source, inspect, read_config
+from appliance.probe.model import read_model
 from appliance.quantize.layers import refuse_architecture
 from appliance.settings import DEFAULT_MODEL, Parsed
 from appliance.store import Store, check_name, damaged
@@ -113,6 +114,7 @@ def add_model(
                                      worker_env=worker_env)
                     if origin:
                         report["origin"] = dict(origin)
+                    check_servable(draft.folder, source=source)
                     _phase(on_event, "storing")
                     created = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")
                     store.commit(draft, source=recorded(source), source_digest=digest_of_source, recipe=chosen,
@@ -136,9 +138,17 @@ def convert(
     )
 
 
+def check_servable(folder: Path, *, source: str) -> None:
+    """Raises ModelError for a new model that no plan could be made for: what is stored can be read by every command."""
+    try:
+        read_model(folder, name="", digest="0" * 64)
+    except ModelError as error:
+        raise ModelError(f"{source} cannot be served", why=error.why or error.what, do=error.do) from None
+
+
 def recorded(source: str) -> str:
     """A source as the manifest keeps it: a path is made absolute, so that a repair finds it from anywhere."""
-    return str(Path(source).absolute()) if source != DEFAULT_MODEL and Path(source).exists() else source
+    return str(Path(source).absolute()) if source != DEFAULT_MODEL and os.path.exists(source) else source
 
 
 def prepare_model(

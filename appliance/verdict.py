@@ -101,7 +101,7 @@ def judge(outlined: Path, *, source: str, name: str, files: Mapping[str, int], f
         facts = read_model(outlined, name=name, digest="0" * 64)
         plan = planner(facts)
     except ModelError as error:
-        refusals.insert(0, error)
+        refusals.insert(0, ModelError(f"{source} cannot be served", why=error.why or error.what, do=error.do))
     if plan is not None and plan.refused is not None:
         refused = plan.refused.error()
         if isinstance(refused, TransientError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +21,18 @@ from appliance.airgap import content, signature, tape
 from appliance.airgap.content import FIRST, LAYOUT, MODEL, SIGNATURE, Content, refused
 from appliance.draft import Draft
 from appliance.errors import UsageError
+from appliance.importing.source import read_config
 from appliance.jobs import Event, ending_on_sigterm
 from appliance.pieces import Digests
 from appliance.probe.model import read_model
+from appliance.quantize.layers import refuse_architecture
 from appliance.store import Store, check_name, name_refusal
+
+
+_REPORT: Mapping[str, type | tuple[type, ...]] = {
+    "layers": list, "kept": list, "template": dict, "origin": dict, "group_size_overrides": dict, "grid": str,
+    "parameters": int, "bits_per_weight": (int, float), "group_size": int,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +166,9 @@ def _check_model(folder: Path, listed: Content, unpacked: dict[str, Digests]) ->
             raise refused(f"its {manifest.MANIFEST} says something else of {name}")
     if not all(map(str.isprintable, _texts(said))):
         raise refused(f"its {manifest.MANIFEST} holds characters that are no text")
+    if field := _wrong_field(said["report"]):
+        raise refused(f"`{field}` in the report of its {manifest.MANIFEST} is wrong")
+    refuse_architecture(read_config(folder), folder)
     read_model(folder, name=listed.name, digest=listed.digest)
 
 
@@ -168,6 +179,15 @@ def _check_layout(folder: Path, digest: str, unpacked: dict[str, Digests]) -> No
     weights = unpacked[LAYOUT + prepared.WEIGHTS]
     if (index.sha256, index.pieces) != (weights.whole, weights.pieces):
         raise refused(f"its {prepared.INDEX} says something else of {prepared.WEIGHTS}")
+
+
+def _wrong_field(report: Mapping[str, Any]) -> str | None:
+    """The first field of a report that is not what every command takes it for; any of them may be absent."""
+    for field, kinds in _REPORT.items():
+        if report.get(field) is not None and not isinstance(report[field], kinds):
+            return field
+    return next((field for field in ("layers", "kept") for one in report.get(field) or () if not isinstance(one, dict)
+                 or (field == "layers" and "grid" in report and not {"route", "bits"} <= one.keys())), None)
 
 
 def _texts(value: Any) -> Iterator[str]:

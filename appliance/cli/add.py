@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TextIO
 
 import click
@@ -153,7 +153,9 @@ def _template(file: TextIO | None) -> str:
 
 
 def _check_readable(app: Application, source: str) -> None:
-    there = Path(source).exists()
+    if not source:
+        raise ModelError("no source was given", do="give the path of a GGUF file or of a Hugging Face folder")
+    there = os.path.exists(source)  # False, not an error, for a path that no file system takes
     app.become_owner()
     if there and not os.access(source, os.R_OK):
         raise ModelError(f"{source} cannot be read", why=f"models are added as the store's owner, user {os.geteuid()}",
@@ -196,7 +198,7 @@ def _judge_local(app: Application, store: Store, source: str, name: str | None, 
 
     found = inspect(library.resolve(source, env=app.env))
     ensure(store.root)
-    with store.begin(f"survey-{os.getpid()}") as draft:
+    with store.begin(f"survey-{secrets.token_hex(8)}") as draft:
         outlined = verdict.outline(found, draft, recipe.to_dict(), worker_python=app.worker_python(), env=app.env,
                                    on_event=on_event, worker_env=app.settings.worker.env)
         return verdict.judge(

@@ -33,7 +33,7 @@ WIDEST = 4096
 """Columns whose moments are held at once: three matrices of 64 MB."""
 DAMPING = 0.01
 """Share of the mean moment that is added to each: the text is a sample."""
-BLOCK = 128
+BLOCK = 64
 """Columns whose roundings are made good at once within, then in one product beyond."""
 
 
@@ -150,26 +150,27 @@ def _feedback(weight: torch.Tensor, part: _Part, group: int,
     """Codes, scale and zero, column by column; what a column lost is taken from those to its right."""
     import torch
 
-    w, factor, counts = weight.clone(), part.factor, part.counts
-    n, columns = w.shape
+    # Columns are worked on one by one: here each is a row, whose values lie side by side.
+    w, factor, counts = weight.T.clone(memory_format=torch.contiguous_format), part.factor, part.counts
+    columns, n = w.shape
     codes = torch.empty((columns, n), dtype=torch.uint8)
-    scales, zeros = (torch.empty((n, columns // group), dtype=torch.bfloat16) for _ in range(2))
+    scales, zeros = (torch.empty((columns // group, n), dtype=torch.bfloat16) for _ in range(2))
     block = max(group, BLOCK)
     for first in range(0, columns, block):
         last = min(first + block, columns)
-        lost = torch.empty((n, last - first))
+        lost = torch.empty((last - first, n))
         for column in range(first, last):
             if column % group == 0:
-                scale, zero = _grid(w[:, column : column + group].contiguous(), counts[column : column + group])
-                scales[:, column // group], zeros[:, column // group] = scale, zero
-            here = w[:, column]
+                scale, zero = _grid(w[column : column + group].T.contiguous(), counts[column : column + group])
+                scales[column // group], zeros[column // group] = scale, zero
+            here = w[column]
             code = (here - zero).div_(scale).round_().clamp_(-8, 7)
             codes[column] = code + 8
-            error = (here - (code * scale + zero)).div_(factor[column, column])
-            w[:, column:last] -= error[:, None] * factor[column, column:last]
-            lost[:, column - first] = error
-        w[:, last:] -= lost @ factor[first:last, last:]
-    return codes.T.contiguous(), scales, zeros
+            error = lost[column - first]
+            torch.sub(code.mul_(scale).add_(zero), here, out=error).div_(factor[column, column])
+            w[column + 1 : last].addr_(factor[column, column + 1 : last], error)
+        w[last:].addmm_(factor[first:last, last:].T, lost)
+    return codes.T.contiguous(), scales.T.contiguous(), zeros.T.contiguous()
 
 
 def _grid(groups: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -48,9 +48,9 @@ BY_TRANSFORMERS: frozenset[str] = frozenset((
     "HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "Jais2ForCausalLM", "JetMoeForCausalLM",
     "MellumForCausalLM", "MiniMaxM3VLForCausalLM", "MinistralForCausalLM", "MllamaForCausalLM",
     "ModernBertDecoderForCausalLM", "MoshiForCausalLM", "NanbeigeForCausalLM", "NanoChatForCausalLM",
-    "Olmo2ForCausalLM", "Olmo3ForCausalLM", "OlmoForCausalLM", "PhiForCausalLM", "PhimoeForCausalLM",
-    "RecurrentGemmaForCausalLM", "SeedOssForCausalLM", "SmolLM3ForCausalLM", "SolarOpenForCausalLM",
-    "Starcoder2ForCausalLM", "VaultGemmaForCausalLM", "YoutuForCausalLM", "ZayaForCausalLM"
+    "Olmo2ForCausalLM", "Olmo3ForCausalLM", "OlmoForCausalLM", "PhiForCausalLM", "RecurrentGemmaForCausalLM",
+    "SeedOssForCausalLM", "SmolLM3ForCausalLM", "SolarOpenForCausalLM", "Starcoder2ForCausalLM",
+    "VaultGemmaForCausalLM", "YoutuForCausalLM", "ZayaForCausalLM"
 ))
 OTHERS: frozenset[str] = frozenset((
     "AriaForConditionalGeneration", "AudioFlamingo3ForConditionalGeneration", "BagelForConditionalGeneration",
@@ -298,7 +298,7 @@ COMPARED: frozenset[str] = frozenset((
     "Gemma3ForCausalLM", "GemmaForCausalLM", "Glm4ForCausalLM", "GlmForCausalLM", "GptOssForCausalLM",
     "GraniteForCausalLM", "GraniteMoeForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM",
     "NemotronForCausalLM", "OPTForCausalLM", "Olmo2ForCausalLM", "OlmoForCausalLM", "OlmoeForCausalLM",
-    "Phi3ForCausalLM", "PhiForCausalLM", "PhimoeForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM",
+    "Phi3ForCausalLM", "PhiForCausalLM", "PhiMoEForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM", "Starcoder2ForCausalLM"
 ))
 KEPT_TABLES: frozenset[str] = frozenset((

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import json
 import textwrap
 from collections.abc import Iterator
@@ -91,9 +92,16 @@ def by_transformers() -> set[str]:
             continue  # an encoder at heart
         for name in (names,) if isinstance(names, str) else names:
             model = getattr(transformers, name, None)
-            if model is not None and name.endswith(("ForCausalLM", "LMHeadModel")) and model.is_backend_compatible():
+            if model is not None and name.endswith(("ForCausalLM", "LMHeadModel")) and model.is_backend_compatible() and not own_linears(model):
                 found.add(name)
     return found
+
+
+def own_linears(model: Any) -> bool:
+    """Whether the model's file has a linear with a forward of its own, in whose place vLLM puts a plain one (the router of Phi-3.5-MoE)."""
+    tree = ast.parse(Path(inspect.getfile(model)).read_text())
+    return any(isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "nn.Linear" for base in node.bases)
+               and any(isinstance(part, ast.FunctionDef) and part.name == "forward" for part in node.body) for node in ast.walk(tree))
 
 
 def configurations() -> set[str]:
@@ -108,10 +116,10 @@ def configurations() -> set[str]:
 
 
 def compared() -> set[str]:
-    """Architectures of the rows of the table, as transformers names them."""
+    """Architectures of the rows of the table, as transformers names them where the row does not."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[row.model_type] for row in ROWS}
+    return {row.architecture or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[row.model_type] for row in ROWS}
 
 
 def text() -> str:

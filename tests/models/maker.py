@@ -31,6 +31,9 @@ def make(folder: Path, row: Row) -> float:
             model.model.layers[-1].mlp.down_proj.weight[5, 32:64] *= row.outlier
     found = scale_head(model, row.spread)
     model.to(torch.bfloat16).save_pretrained(folder)
+    if row.architecture:
+        stored = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(stored | {"architectures": [row.architecture]}))
     write_tokenizer(folder)
     return found
 

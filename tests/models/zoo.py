@@ -21,9 +21,10 @@ COMMON: Mapping[str, Any] = {
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """`fields`: of the configuration, over `COMMON`; None leaves a common field out. `recipe`: what is asked of the quantization. `spread`: standard
-    deviation of its log-probabilities. `outlier`: one group of weights is that many times as large as the others; such a row is served a second time with
-    that group's stored scale times 1.1. `context`: what the operator asks for. `lengths`: tokens of the prompts: few rows, beyond no window, beyond every
-    window and one chunk of prefill. `reference`: fields that the reference's configuration has instead. `whole`: served by the whole service, not by the engine alone."""
+    deviation of its log-probabilities. `outlier`: one group of weights is that many times as large as the others; such a row is served a second
+    time with that group's stored scale times 1.1. `architecture`: what published models call it, where transformers writes another name.
+    `context`: what the operator asks for. `lengths`: tokens of the prompts: few rows, beyond no window, beyond every window and one chunk of
+    prefill. `reference`: fields that the reference's configuration has instead. `whole`: served by the whole service, not by the engine alone."""
 
     name: str
     model_type: str
@@ -32,6 +33,7 @@ class Row:
     seed: int = 1
     spread: float = 2.0
     outlier: float = 1.0
+    architecture: str | None = None
     context: int | None = None
     lengths: tuple[int, ...] = (3, 40, 300)
     reference: Mapping[str, Any] = field(default_factory=dict)
@@ -109,7 +111,7 @@ ROWS: tuple[Row, ...] = (
     Row(name="OLMoE", model_type="olmoe", fields={"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96}),
     Row(name="Granite-MoE", model_type="granitemoe", fields={
         "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96, "attention_multiplier": 0.2}),
-    Row(name="Phi-3.5-MoE", model_type="phimoe", fields={"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96}),
+    Row(name="Phi-3.5-MoE", model_type="phimoe", architecture="PhiMoEForCausalLM", fields={"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96}),
     Row(name="GPT-OSS (sinks)", model_type="gpt_oss", fields={
         "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 40, "intermediate_size": 96}),
 )

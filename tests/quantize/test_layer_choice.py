@@ -173,6 +173,8 @@ def test_what_is_not_a_linear_of_the_transformer() -> None:
     ({"architectures": ["SomethingForCausalLM"]}, "knows no architecture SomethingForCausalLM"),
     ({"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2"}, "code in its own folder"),
     ({}, "knows no architecture ?"),
+    ({"architectures": ["PhimoeForCausalLM"], "model_type": "phimoe"}, "knows no architecture PhimoeForCausalLM"),
+    ({"architectures": ["PhiMoEForCausalLM"], "model_type": "phimoe"}, None),
     (WINDOWS | {"max_window_layers": 1}, "windows in some of its layers only"),
     (WINDOWS | {"max_window_layers": 1, "use_sliding_window": False}, None),
     (WINDOWS | {"max_window_layers": 3}, None),

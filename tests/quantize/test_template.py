@@ -178,3 +178,16 @@ def test_the_tokens_that_a_parser_demands_are_listed(kind: str) -> None:
     assert {parser for parser in tried if refuses(parser, ())} == set(needs)
     for parser, tokens in needs.items():
         assert not refuses(parser, tokens), parser
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_parser_of_thinking_that_is_chosen_says_when_it_has_ended() -> None:
+    """Else an answer is never held to a schema: vLLM waits for the end of the thinking."""
+    pytest.importorskip("vllm")
+    from vllm.reasoning import ReasoningParser, ReasoningParserManager
+
+    def tells(parser: str) -> bool:
+        return ReasoningParserManager.get_reasoning_parser(parser).is_reasoning_end is not ReasoningParser.is_reasoning_end
+
+    assert all(tells(row.parser) for row in parsers.REASONING)
+    assert not tells("granite"), "it may be chosen again"

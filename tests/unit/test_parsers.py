@@ -21,7 +21,7 @@ FAMILIES = {
     "Llama 3.2": ("LlamaForCausalLM", LLAMA31, "llama3_json", "none"),
     "Mistral 7B 0.3": ("MistralForCausalLM", "[AVAILABLE_TOOLS]{{ tools }}[/AVAILABLE_TOOLS][TOOL_CALLS]", "mistral", "none"),
     "Magistral": ("MistralForCausalLM", "[THINK]..[/THINK][TOOL_CALLS]", "mistral", "mistral"),
-    "Granite 3": ("GraniteForCausalLM", "<|tool_call|>..Here is my thought process: Here is my response:", "granite", "granite"),
+    "Granite 3": ("GraniteForCausalLM", "<|tool_call|>..Here is my thought process: Here is my response:", "granite", "none"),
     "Granite 4": ("GraniteMoeHybridForCausalLM", "<tool_call>{{ call }}</tool_call>", "granite4", "none"),
     "Phi 4 mini, own": ("Phi3ForCausalLM", "<|tool|>{{ tools }}<|/tool|>", "none", "none"),
     "Phi 4 mini, vLLM's": ("Phi3ForCausalLM", "functools[{{ call }}]", "phi4_mini_json", "none"),
