@@ -148,7 +148,9 @@ def check_servable(folder: Path, *, source: str) -> None:
 
 def recorded(source: str) -> str:
     """A source as the manifest keeps it: a path is made absolute, so that a repair finds it from anywhere."""
-    return str(Path(source).absolute()) if source != DEFAULT_MODEL and os.path.exists(source) else source
+    if source == DEFAULT_MODEL or not os.path.exists(source):  # noqa: PTH110  # no error for a long text
+        return source
+    return str(Path(source).absolute())
 
 
 def prepare_model(

@@ -78,7 +78,8 @@ REASONING_PARSERS = (
 
 _THINK, _PYTHON = ("<think>", "</think>"), ("<|python_tag|>",)
 TOOL_TOKENS: Mapping[str, tuple[str, ...]] = {
-    "deepseek_v3": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"), "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
+    "deepseek_v3": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
     "deepseek_v31": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"), "llama3_json": _PYTHON, "llama4_json": _PYTHON,
     "mistral": ("[TOOL_CALLS]",),
 }

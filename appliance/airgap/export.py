@@ -27,7 +27,7 @@ def export(store: Store, name: str, target: Path, *, with_layout: bool, sign_key
            on_event: Callable[[Event], None]) -> Content:
     """Write the model `name` to `target`, which must not exist. Raises ModelError (unknown, damaged, not laid out),
     UsageError (target, key), StoreError (disk); then there is no `target`."""
-    if os.path.exists(target):  # False, not an error, for a name that is too long: writing says so
+    if os.path.exists(target):  # noqa: PTH110  # no error for a name that is too long: writing says so
         raise UsageError(f"{target} exists already", do="choose another name, or remove it")
     stored = store.get(name)
     files = {MODEL + file: stored.path / file for file in (manifest.MANIFEST, *sorted(stored.manifest["files"]))}

@@ -28,7 +28,6 @@ from appliance.probe.model import read_model
 from appliance.quantize.layers import refuse_architecture
 from appliance.store import Store, check_name, name_refusal
 
-
 _REPORT: Mapping[str, type | tuple[type, ...]] = {
     "layers": list, "kept": list, "template": dict, "origin": dict, "group_size_overrides": dict, "grid": str,
     "parameters": int, "bits_per_weight": (int, float), "group_size": int,

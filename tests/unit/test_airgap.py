@@ -135,6 +135,24 @@ def test_an_existing_file_and_an_unknown_model_are_refused(store: Store, tmp_pat
         write(store, tmp_path / "no" / "folder")
     with pytest.raises(StoreError, match=r"cannot write /dev/shm/\.\./full/x"):
         write(store, Path("/dev/shm/../full/x"))
+    with pytest.raises(StoreError, match="File name too long"):
+        write(store, tmp_path / ("z" * 300))
+
+
+@pytest.mark.parametrize(("report", "field"), [
+    ({"template": 5}, "template"), ({"origin": 5}, "origin"), ({"group_size_overrides": 5}, "group_size_overrides"),
+    ({"kept": [None]}, "kept"), ({"grid": "minmax", "layers": [None]}, "layers"),
+    ({"grid": "minmax", "layers": [{"bits": 4}]}, "layers"), ({"grid": 5}, "grid"),
+])
+def test_a_report_that_no_command_could_show_is_refused(
+        store: Store, other: Store, tmp_path: Path, report: dict[str, Any], field: str) -> None:
+    stored(store)
+    write(store, tmp_path / "b", layout=False)
+    found = manifested({"report": report})(parts(tmp_path / "b"))
+    (tmp_path / "c").write_bytes(build(found))
+    with pytest.raises(ModelError, match=f"`{field}` in the report of its manifest.json is wrong"):
+        read(other, tmp_path / "c")
+    assert other.names() == {}
 
 
 def test_a_damaged_model_is_mended_by_an_import(store: Store, other: Store, tmp_path: Path) -> None:

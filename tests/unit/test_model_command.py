@@ -219,3 +219,23 @@ def test_a_name_made_from_the_source_never_takes_another_models_name(operator: O
         operator.run("add", str(second))
     operator.run("add", str(first), "--group-size", "64")
     operator.run("add", str(second), "--name", "same")
+
+
+@pytest.mark.parametrize("source", ["x" * 5000, "folder/" + "y" * 300])
+def test_a_source_that_no_file_system_takes_is_one_refusal(operator: Operator, source: str) -> None:
+    with pytest.raises(ModelError, match="cannot be read: File name too long"):
+        operator.run("add", source)
+
+
+def test_no_source_is_said_so(operator: Operator) -> None:
+    with pytest.raises(ModelError, match="no source was given"):
+        operator.run("add", "")
+
+
+def test_what_no_command_could_show_is_not_stored(operator: Operator, tmp_path: Path) -> None:
+    folder = source_folder(tmp_path / "odd")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 0}))
+    with pytest.raises(ModelError, match=f"{folder} cannot be served: `max_position_embeddings` is missing"):
+        operator.run("add", str(folder))
+    assert Store(operator.store).names() == {}
