@@ -140,10 +140,13 @@ def argv(dials: Dials, places: Places, settings: Settings) -> tuple[str, ...]:
         "--disable-access-log-for-endpoints", "/health,/metrics,/load",
         "--disable-fastapi-docs",
     ]
+    args.append("--enable-auto-tool-choice")
     if dials.tools != NONE:
-        args += ["--enable-auto-tool-choice", "--tool-call-parser", dials.tools]
-    else:  # a call that is asked for by name is held to a form, which this one writes and reads
-        args += ["--tool-call-parser", FORCED_FORM]
+        args += ["--tool-call-parser", dials.tools]
+    else:
+        # vLLM holds a call that is asked for by name to a form only where the free choice is open too (the front door
+        # closes that one), and its arguments to their schema only when told to.
+        args += ["--tool-call-parser", FORCED_FORM, "--tool-strict-level", "parameter"]
     if dials.reasoning != NONE:
         args += ["--reasoning-parser", dials.reasoning]
     if not dials.compile:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 AUTO, NONE = "auto", "none"
 FORCED_FORM = "hermes"
 """The parser of a model that has none: vLLM wants one even for calls that are required or named, and holds the answer
-to its form then; free choice stays closed."""
+to its form then; the front door refuses the free choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +85,9 @@ TOOL_TOKENS: Mapping[str, tuple[str, ...]] = {
 }
 REASONING_TOKENS: Mapping[str, tuple[str, ...]] = {
     "deepseek_r1": _THINK, "ernie45": _THINK, "holo2": _THINK, "step3": ("</think>",), "mistral": ("[TOOL_CALLS]",),
+    "olmo3": ("Ġ</", "</", "think"),  # ">" stands in every vocabulary
 }
-"""Parser -> tokens that it demands of the vocabulary: without them vLLM answers every chat request with an error."""
+"""Parser -> tokens that it demands of the vocabulary: without them vLLM does not start."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,10 +21,11 @@ from appliance.airgap import content, signature, tape
 from appliance.airgap.content import FIRST, LAYOUT, MODEL, SIGNATURE, Content, refused
 from appliance.draft import Draft
 from appliance.errors import UsageError
-from appliance.importing.source import read_config
+from appliance.importing.source import inspect, read_config
 from appliance.jobs import Event, ending_on_sigterm
 from appliance.pieces import Digests
 from appliance.probe.model import read_model
+from appliance.quantize import adopt
 from appliance.quantize.layers import refuse_architecture
 from appliance.store import Store, check_name, name_refusal
 
@@ -168,6 +169,7 @@ def _check_model(folder: Path, listed: Content, unpacked: dict[str, Digests]) ->
     if field := _wrong_field(said["report"]):
         raise refused(f"`{field}` in the report of its {manifest.MANIFEST} is wrong")
     refuse_architecture(read_config(folder), folder)
+    adopt.check(inspect(folder))
     read_model(folder, name=listed.name, digest=listed.digest)
 
 

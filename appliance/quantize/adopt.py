@@ -14,6 +14,7 @@ from typing import Any
 
 from appliance.errors import ModelError
 from appliance.importing.safetensors import Entry, read_header
+from appliance.importing.shapes import shape_refusal
 from appliance.importing.source import Source, merge_headers, quantization_config, read_config
 from appliance.importing.template import settle
 from appliance.quantize.format import PACKED, SCALE, ZERO, Int4Config, parse_config
@@ -26,9 +27,7 @@ def adopt(source: Source, out: Path, event: Callable[[dict[str, Any]], None], *,
     """Check and copy an inspected `cpu_int4` folder into the empty directory `out`; returns the report."""
     config = read_config(source.path)
     int4 = parse_config(quantization_config(config))
-    merged = merge_headers(source.path, {file: read_header(file) for file in source.weights})
-    entries = {name: entry for name, (_, entry) in merged.items()}
-    layers, kept = check_layers(entries, int4, source.path)
+    entries, layers, kept = check(source)
     event({"event": "phase", "phase": "writing", "note": "the folder is cpu_int4 already; copied as it is"})
     done = 0
     for file in source.files:
@@ -60,6 +59,22 @@ def adopt(source: Source, out: Path, event: Callable[[dict[str, Any]], None], *,
 
 
 Rows = list[dict[str, Any]]
+
+
+def check(source: Source) -> tuple[dict[str, Entry], Rows, Rows]:
+    """The tensors of an inspected `cpu_int4` folder, and the report's `layers` and `kept`.
+
+    Raises ModelError when they contradict the quantization or the sizes of the configuration.
+    """
+    config = read_config(source.path)
+    merged = merge_headers(source.path, {file: read_header(file) for file in source.weights})
+    entries = {name: entry for name, (_, entry) in merged.items()}
+    layers, kept = check_layers(entries, parse_config(quantization_config(config)), source.path)
+    shapes = {name: entry.shape for name, entry in entries.items() if not name.endswith((PACKED, SCALE, ZERO))}
+    shapes |= {f"{layer['name']}.weight": tuple(layer["shape"]) for layer in layers}
+    if reason := shape_refusal(config, shapes):
+        raise ModelError(f"{source.path} contradicts itself", why=reason, do="quantize the model again")
+    return entries, layers, kept
 
 
 def check_layers(entries: Mapping[str, Entry], int4: Int4Config, path: Path) -> tuple[Rows, Rows]:

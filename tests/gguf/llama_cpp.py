@@ -101,4 +101,6 @@ def serving(file: Path) -> Iterator[Server]:
         yield Server(port=port)
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()

@@ -66,7 +66,11 @@ def make(folder: Path, name: str, *, shape: dict[str, Any] | None = None, gain: 
         for parameter_name, parameter in model.named_parameters():
             scale_up(parameter_name, parameter, gain)
     model.save_pretrained(folder)
-    (sentencepiece if name in SENTENCEPIECE else byte_level)(folder, config.vocab_size)
+    if name in SENTENCEPIECE:
+        # llama.cpp wants this token of Phi-3, which it knows by its name.
+        sentencepiece(folder, config.vocab_size, marks=("<|endoftext|>",) if family == "Phi3" else ())
+    else:
+        byte_level(folder, config.vocab_size)
     return model
 
 
@@ -96,14 +100,14 @@ def byte_level(folder: Path, vocab: int) -> None:
     fast.save_pretrained(folder)
 
 
-def sentencepiece(folder: Path, vocab: int) -> None:
+def sentencepiece(folder: Path, vocab: int, *, marks: tuple[str, ...] = ()) -> None:
     """tokenizer.model, from which llama.cpp converts, trained as Llama's and Gemma's are."""
     import sentencepiece as spm
 
     model = io.BytesIO()
     spm.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXT.read_text().splitlines()), model_writer=model, vocab_size=vocab, model_type="bpe",
-        byte_fallback=True, pad_id=0, bos_id=1, eos_id=2, unk_id=3, normalization_rule_name="identity",
+        byte_fallback=True, control_symbols=list(marks), pad_id=0, bos_id=1, eos_id=2, unk_id=3, normalization_rule_name="identity",
         remove_extra_whitespaces=False, split_digits=True, minloglevel=2, hard_vocab_limit=True)
     (folder / "tokenizer.model").write_bytes(model.getvalue())
     (folder / "tokenizer_config.json").write_text(json.dumps({

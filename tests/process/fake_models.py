@@ -38,6 +38,21 @@ def int4(module: str, n: int, k: int, group: int) -> dict[str, tuple[str, tuple[
     }
 
 
+def llama_int4(config: Mapping[str, Any], group: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """All tensors of a tied Llama of these sizes."""
+    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    cache = hidden // heads * config["num_key_value_heads"]
+    shapes = int4("model.embed_tokens", config["vocab_size"], hidden, group) | {"model.norm.weight": ("BF16", (hidden,))}
+    for number in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{number}"
+        for name, n, k in (("self_attn.q_proj", hidden, hidden), ("self_attn.k_proj", cache, hidden), ("self_attn.v_proj", cache, hidden),
+                           ("self_attn.o_proj", hidden, hidden), ("mlp.gate_proj", inner, hidden), ("mlp.up_proj", inner, hidden),
+                           ("mlp.down_proj", hidden, inner)):
+            shapes |= int4(f"{layer}.{name}", n, k, group)
+        shapes |= {f"{layer}.{norm}.weight": ("BF16", (hidden,)) for norm in ("input_layernorm", "post_attention_layernorm")}
+    return shapes
+
+
 def write_model(
     folder: Path, config: Mapping[str, Any], shapes: Shapes, *, template: bool = True, fill: int = 0
 ) -> Path:

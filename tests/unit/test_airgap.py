@@ -24,7 +24,7 @@ from appliance.cli.airgap import bundle
 from appliance.cli.application import Application
 from appliance.errors import ApplianceError, ConfigError, ModelError, StoreError, UsageError
 from appliance.store import Store
-from tests.process.fake_models import LLAMA, int4, write_model
+from tests.process.fake_models import LLAMA, int4, llama_int4, write_model
 from tests.unit.test_store import flip, lay_out
 
 CONFIG = {**LLAMA, "quantization_config": {"quant_method": "cpu_int4", "group_size": 32}}
@@ -34,7 +34,7 @@ RECIPE = {"group_size": "auto"}
 def stored(store: Store, *, name: str = "tiny", fill: int = 7, source: str = "a" * 64) -> str:
     digest = manifest.key(source, RECIPE)
     with store.begin(digest) as draft:
-        write_model(draft.folder, CONFIG, {**int4("model.embed_tokens", 256, 64, 32), "model.norm.weight": ("BF16", (64,))}, fill=fill)
+        write_model(draft.folder, CONFIG, llama_int4(CONFIG, 32), fill=fill)
         store.commit(draft, source="/src", source_digest=source, recipe=RECIPE, report={"loss": "none"},
                      created="1970-01-01T00:00:00+00:00", name=name)
     lay_out(store, digest)
@@ -341,13 +341,24 @@ def test_a_hostile_bundle_is_one_line_and_changes_nothing(store: Store, other: S
     assert list(other.names().values()) == [held]
 
 
-def test_a_model_that_cannot_be_served_is_not_taken(store: Store, other: Store, tmp_path: Path) -> None:
+UNFIT: dict[str, tuple[dict[str, Any], str]] = {
+    "a size that is a text": ({"hidden_size": "wide"}, "hidden_size"),
+    "more layers than there are": ({"num_hidden_layers": 5}, "model.layers.2.self_attn.q_proj.weight is missing"),
+    "other heads": ({"num_key_value_heads": 4}, r"k_proj.weight has the shape \[32, 64\]"),
+    "fewer words": ({"vocab_size": 100}, "embed_tokens"),
+    "not a language model": ({"architectures": ["Zzz"]}, "Zzz"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_a_model_that_cannot_be_served_is_not_taken(store: Store, other: Store, tmp_path: Path, case: str) -> None:
+    change, why = UNFIT[case]
     digest = manifest.key("c" * 64, RECIPE)
     with store.begin(digest) as draft:
-        write_model(draft.folder, {**CONFIG, "hidden_size": "wide"}, int4("model.embed_tokens", 256, 64, 32))
+        write_model(draft.folder, {**CONFIG, **change}, llama_int4(CONFIG, 32))
         store.commit(draft, source="x", source_digest="c" * 64, recipe=RECIPE, report={}, created="", name="tiny")
     write(store, tmp_path / "b", layout=False)
-    with pytest.raises(ModelError, match="hidden_size"):
+    with pytest.raises(ModelError, match=why):
         read(other, tmp_path / "b")
     assert everything(other) == {}
 

@@ -13,13 +13,14 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from appliance import library
 from appliance.cli.application import Application
 from appliance.cli.model import model
 from appliance.cli.progress import Progress
 from appliance.errors import ConfigError, ModelError, UsageError
 from appliance.prepared import folder_name
 from appliance.store import Store
-from tests.process.fake_models import fake_python, source_folder
+from tests.process.fake_models import LLAMA, fake_python, int4, source_folder, write_model
 
 
 class Operator:
@@ -221,7 +222,7 @@ def test_a_name_made_from_the_source_never_takes_another_models_name(operator: O
     operator.run("add", str(second), "--name", "same")
 
 
-@pytest.mark.parametrize("source", ["x" * 5000, "folder/" + "y" * 300])
+@pytest.mark.parametrize("source", ["x" * 5000, "y" * 300])
 def test_a_source_that_no_file_system_takes_is_one_refusal(operator: Operator, source: str) -> None:
     with pytest.raises(ModelError, match="cannot be read: File name too long"):
         operator.run("add", source)
@@ -232,10 +233,12 @@ def test_no_source_is_said_so(operator: Operator) -> None:
         operator.run("add", "")
 
 
-def test_what_no_command_could_show_is_not_stored(operator: Operator, tmp_path: Path) -> None:
-    folder = source_folder(tmp_path / "odd")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 0}))
-    with pytest.raises(ModelError, match=f"{folder} cannot be served: `max_position_embeddings` is missing"):
-        operator.run("add", str(folder))
-    assert Store(operator.store).names() == {}
+def test_what_no_command_could_show_is_not_stored(tmp_path: Path) -> None:
+    config = {**LLAMA, "quantization_config": {"quant_method": "cpu_int4", "group_size": 32}}
+    tensors = int4("model.embed_tokens", 256, 64, 32)
+    for name, said in (("good", config), ("odd", {**config, "max_position_embeddings": 0})):
+        (tmp_path / name).mkdir()
+        write_model(tmp_path / name, said, tensors)
+    library.check_servable(tmp_path / "good", source="/my/model")
+    with pytest.raises(ModelError, match="/my/model cannot be served: `max_position_embeddings` is missing"):
+        library.check_servable(tmp_path / "odd", source="/my/model")

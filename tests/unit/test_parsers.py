@@ -55,7 +55,7 @@ def test_the_choice_says_why_and_the_operator_wins() -> None:
 
 
 def test_a_parser_whose_token_is_missing_is_not_chosen() -> None:
-    """vLLM's parser would answer every chat request of such a model with an error."""
+    """vLLM would not start with such a model."""
     lacking = parsers.absent('{"added_tokens": [{"id": 1, "content": "<think>"}, {"id": 2, "content": "</think>"}]}')
     assert "<|python_tag|>" in lacking
     assert "<think>" not in lacking
