@@ -24,7 +24,7 @@ from appliance.cli.airgap import bundle
 from appliance.cli.application import Application
 from appliance.errors import ApplianceError, ConfigError, ModelError, StoreError, UsageError
 from appliance.store import Store
-from tests.process.fake_models import LLAMA, int4, llama_int4, write_model
+from tests.process.fake_models import LLAMA, llama_int4, write_model
 from tests.unit.test_store import flip, lay_out
 
 CONFIG = {**LLAMA, "quantization_config": {"quant_method": "cpu_int4", "group_size": 32}}
