@@ -114,7 +114,7 @@ class Int4TableMethod(Int4Weights, QuantizeMethodBase):  # type: ignore[misc]  #
         else:
             out = torch.empty((flat.shape[0], shape.n), dtype=torch.float32)
             packed.kernel.linear(flat.contiguous(), packed.tensors(layer), shape, threshold(self.fields), out)
-        return _shaped(out, x, bias)
+        return _shaped(out, x, layer, bias)
 
     def embedding(self, layer: Module, input_: Tensor) -> Tensor:
         """Rows of the table for token ids of any shape: bf16 [..., K]."""
@@ -143,14 +143,17 @@ class KeptTableMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]  # vLLM
         flat = x.reshape(-1, weight.shape[1])
         out = torch.empty((flat.shape[0], weight.shape[0]), dtype=torch.float32)
         linear_bf16(flat, weight, out)
-        return _shaped(out, x, bias)
+        return _shaped(out, x, layer, bias)
 
     def embedding(self, layer: Module, input_: Tensor) -> Tensor:
         """Rows of the table for token ids of any shape: bf16 [..., K]."""
         return functional.embedding(input_, layer.weight)
 
 
-def _shaped(out: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+def _shaped(out: Tensor, x: Tensor, layer: Module, bias: Tensor | None) -> Tensor:
+    """Logits with the head's bias, which some model files (Phi-3.5-MoE) load and do not hand on."""
+    if bias is None:
+        bias = getattr(layer, "bias", None)
     if bias is not None:
         out += bias
     return out.view(*x.shape[:-1], out.shape[1])

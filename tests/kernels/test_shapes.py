@@ -102,6 +102,19 @@ def test_case_041_a_vocabulary_that_fills_no_block(vocabulary: int, tied: bool, 
         assert not logits[:, vocabulary:].any()
 
 
+@pytest.mark.parametrize("handed_on", [True, False])
+def test_a_head_adds_its_bias_once_whether_the_model_hands_it_on_or_not(handed_on: bool) -> None:
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    head = ParallelLMHead(256, 96, bias=True, quant_config=config(group_size=32), prefix="lm_head", disable_tp=True)
+    portable = weight(256, 96, 32)
+    load(head, portable)
+    head.bias.data.copy_(torch.linspace(-3, 3, 256))
+    head.quant_method.process_weights_after_loading(head)
+    logits = head.quant_method.apply(head, inputs(4, 96), head.bias if handed_on else None)
+    assert signal_db(logits, reference.linear(inputs(4, 96), portable) + head.bias.double()) > 44
+
+
 def test_a_table_that_is_given_no_quantization_gets_it() -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 

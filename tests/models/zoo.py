@@ -111,7 +111,7 @@ ROWS: tuple[Row, ...] = (
     Row(name="OLMoE", model_type="olmoe", fields={"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96}),
     Row(name="Granite-MoE", model_type="granitemoe", fields={
         "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96, "attention_multiplier": 0.2}),
-    Row(name="Phi-3.5-MoE", model_type="phimoe", architecture="PhiMoEForCausalLM", fields={
+    Row(name="Phi-3.5-MoE", model_type="phimoe", architecture="PhiMoEForCausalLM", seed=3, spread=1.6, fields={  # its routing jumps in bf16
         "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96, "attention_bias": True, "lm_head_bias": True}),
     Row(name="GPT-OSS (sinks)", model_type="gpt_oss", fields={
         "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 40, "intermediate_size": 96}),
