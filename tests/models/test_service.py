@@ -59,12 +59,15 @@ def test_added_served_and_asked_by_a_client(tmp_path: Path, row: Row) -> None:
     ({"architectures": ["BertForSequenceClassification"]}, "not a model of text alone"),
     ({"architectures": ["InventedForCausalLM"]}, "knows no architecture InventedForCausalLM"),
     ({"model_type": "somebodys_own"}, "code in its own folder"),
+    ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
+     "windows in some of its layers only"),
 ])
 def test_what_vllm_does_not_serve_is_refused_before_any_work(tmp_path: Path, config: dict[str, Any], words: str) -> None:
     from tests.quantize.models import LLAMA, write_folder
 
     home = tmp_path / "home"
     home.mkdir()
+    (home / "appliance.yaml").write_text("")
     done = run_applianctl(home, "model", "add", str(write_folder(tmp_path / "m", LLAMA | config)))
     assert done.returncode == 65
     assert words in done.stderr
