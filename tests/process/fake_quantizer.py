@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -27,11 +28,14 @@ CONFIG = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 512,
     "tie_word_embeddings": True, "quantization_config": {"quant_method": "cpu_int4", "group_size": 32},
 }
-SHAPES = {
-    "model.embed_tokens.weight_packed": ("U8", [256, 32]),
-    "model.embed_tokens.weight_scale": ("BF16", [256, 2]),
-    "model.embed_tokens.weight_zero": ("BF16", [256, 2]),
-}
+LINEARS = {"self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64), "self_attn.o_proj": (64, 64),
+           "mlp.gate_proj": (128, 64), "mlp.up_proj": (128, 64), "mlp.down_proj": (64, 128)}
+SHAPES: dict[str, tuple[str, list[int]]] = {"model.norm.weight": ("BF16", [64])}
+for _module, (_n, _k) in {"model.embed_tokens": (256, 64), **{f"model.layers.{i}.{name}": size for i in range(2) for name, size in LINEARS.items()}}.items():
+    SHAPES |= {f"{_module}.weight_packed": ("U8", [_n, _k // 2]), f"{_module}.weight_scale": ("BF16", [_n, _k // 32]),
+               f"{_module}.weight_zero": ("BF16", [_n, _k // 32])}
+for _norm in ("input_layernorm", "post_attention_layernorm"):
+    SHAPES |= {f"model.layers.{i}.{_norm}.weight": ("BF16", [64]) for i in range(2)}
 
 
 def say(**event: object) -> None:
@@ -40,9 +44,10 @@ def say(**event: object) -> None:
 
 def write(out: Path, slices: int, pause_s: float) -> None:
     (out / "config.json").write_text(json.dumps(CONFIG))
+    (out / "tokenizer.json").write_text("{}")
     header, position = {}, 0
     for name, (dtype, shape) in SHAPES.items():
-        size = shape[0] * shape[1] * {"U8": 1, "BF16": 2}[dtype]
+        size = math.prod(shape) * {"U8": 1, "BF16": 2}[dtype]
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + size]}
         position += size
     text = json.dumps(header).encode()

@@ -26,7 +26,7 @@ def test_status_shows_the_service_at_a_glance(agent: Agent) -> None:
     first, *rest = done.stdout.splitlines()
     assert first == "ready: serving tiny"
     rows = {line[2:16].strip(): line[16:] for line in rest}
-    assert re.fullmatch(r"tiny \([0-9]{12}\), .* bits per weight, group 32.*", rows["model"])
+    assert re.fullmatch(r"tiny \([0-9a-f]{12}\), .* bits per weight, group 32.*", rows["model"])
     assert re.fullmatch(r"0 of \d+ running, 0 of \d+ waiting", rows["requests"])
     assert re.fullmatch(r"\d+ s ago", rows["last answer"])
     assert rows["rung"] == "full"
