@@ -105,6 +105,10 @@ def serve(home: Path, *args: str, settings: str = "", timeout: float = 900, scal
     raise AssertionError("\n".join([*lines, *(log.read_text().splitlines()[-40:] if log.exists() else ())]))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("last") is not None)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     """A failed test shows what the service said."""

@@ -150,6 +150,7 @@ def test_several_users_never_reach_torchs_int4_kernel(served: Served, client: op
     assert served.record() == [], "the native kernel serves the default model (test_torch_kernel.py has the other one)"
 
 
+@pytest.mark.last
 def test_stop_leaves_nothing_and_the_next_start_uses_the_cache(served: Served, home: Path) -> None:
     code, rest = served.stop()
     assert code == 0
@@ -157,6 +158,7 @@ def test_stop_leaves_nothing_and_the_next_start_uses_the_cache(served: Served, h
     assert json.loads((home / "run" / "status.json").read_text())["state"] == "stopped"
 
 
+@pytest.mark.last
 def test_case_009_014_015_offline_without_compiler_or_account(served: Served, home: Path) -> None:
     """Only loopback, no g++ on PATH, HOME=/, a uid that no passwd file knows: serves from the cache, connects nowhere."""
     if os.geteuid() != 0:

@@ -13,6 +13,7 @@ from tests.served.conftest import RECORDER, serve
 pytestmark = pytest.mark.served
 
 
+@pytest.mark.last
 def test_never_more_than_one_row_in_torchs_int4_kernel(home: Path) -> None:
     """Runs after the default model's tests, in their home: the service there has been stopped by then."""
     record = home / "torch.jsonl"
