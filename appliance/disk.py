@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
@@ -20,6 +21,7 @@ from typing import IO
 from appliance.errors import StoreError, TransientError
 from appliance.pieces import Digests
 
+LOOKS, LOOK_S = 20, 0.01
 BLOCK_BYTES = 4 << 20
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Of <fcntl.h> and <linux/fs.h>."""
@@ -67,7 +69,7 @@ def lock_folder(path: Path, on_wait: Callable[[], None] | None, *, busy: str) ->
         except FileNotFoundError:  # deleted in between
             continue
         try:
-            if not try_lock(descriptor):
+            if not _lock_soon(descriptor):
                 if on_wait is None:
                     raise TransientError(busy, do="try again when it is done")
                 if not told:
@@ -83,6 +85,15 @@ def lock_folder(path: Path, on_wait: Callable[[], None] | None, *, busy: str) ->
             os.close(descriptor)
             raise
         os.close(descriptor)
+
+
+def _lock_soon(descriptor: int) -> bool:
+    """Whether the lock was had within moments: who only asks whether it is held (`is_locked`) has it for an instant."""
+    for _ in range(LOOKS):
+        if try_lock(descriptor):
+            return True
+        time.sleep(LOOK_S)
+    return False
 
 
 def is_locked(path: Path) -> bool:
