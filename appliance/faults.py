@@ -55,8 +55,7 @@ EVERY = ("aten", "no-compile", "small-kv", "short-context", "small-batch", "lowe
 class Evidence:
     """How a worker ended. `status`: as subprocess reports it (negative = signal); `oom_kills`: growth of the counter,
     None where it cannot be read; `answered`: it had answered before; `verdict`: one of `VERDICTS` when the agent ended
-    the worker for that, `reason`: the verdict's own sentence; `stopped_by_us`: the agent ended it for another reason
-    (a restart)."""
+    the worker for that, `reason`: the verdict's own sentence."""
 
     status: int
     phase: str
@@ -65,7 +64,6 @@ class Evidence:
     answered: bool = False
     verdict: str = ""
     reason: str = ""
-    stopped_by_us: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +123,6 @@ MEANINGS: dict[str, Meaning] = {
     "plugin-missing": Meaning(kind="content", error=ConfigError),
     "disk-full": Meaning(kind="node", error=StoreError),
     "killed": Meaning(kind="operator", error=TransientError),
-    "stopped": Meaning(kind="operator", error=TransientError),
 }
 
 VERDICTS: dict[str, tuple[str, str, str]] = {
@@ -192,8 +189,6 @@ def classify(evidence: Evidence) -> Fault:
         what, why, do = VERDICTS[evidence.verdict]
         return fault(evidence.verdict, what=f"{what} while {phase}" if phase else what, why=evidence.reason or why,
                      do=do, phase=phase)
-    if evidence.stopped_by_us:
-        return fault("stopped", what=ended, why="it was asked to", do="start again")
     if signal := _signal(evidence.status, text):
         return _by_signal(signal, evidence, died)
     for line in reversed(evidence.log):

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from appliance.errors import ModelError
+from appliance.importing.reader import open_source
 from appliance.importing.safetensors import read_header
-from appliance.importing.source import Source, inspect, merge_headers, quantization_config, read_config, weight_files
+from appliance.importing.source import inspect, merge_headers, quantization_config, read_config, weight_files
 from appliance.importing.tensors import NormalForm, StoredTensor, float_rows, raw_rows
 from appliance.quantize.format import PACKED, SCALE, ZERO, parse_config
 
@@ -44,7 +45,7 @@ def of_source(path: Path) -> Weights:
     source = inspect(path)
     if source.kind == "cpu_int4":
         return of_stored(path)
-    return of_form(_opened(source))
+    return of_form(open_source(source))
 
 
 def of_form(form: NormalForm) -> Weights:
@@ -64,16 +65,6 @@ def of_stored(folder: Path) -> Weights:
         elif part not in (SCALE, ZERO):
             found[name] = _plain(tensor)
     return found
-
-
-def _opened(source: Source) -> NormalForm:
-    if source.kind == "gguf":
-        from appliance.importing.gguf import open_gguf
-
-        return open_gguf(source)
-    from appliance.importing.folder import open_folder
-
-    return open_folder(source)
 
 
 def _plain(tensor: StoredTensor) -> Weight:

@@ -32,16 +32,6 @@ def open_folder(source: Source) -> NormalForm:
     return NormalForm(kind="safetensors", config=config, tensors=tensors, write_extras=_copier(source, config))
 
 
-def has_chat_template(folder: Path) -> bool:
-    """Whether a folder carries a chat template, in its own file or inside tokenizer_config.json."""
-    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
-        return True
-    try:
-        return bool(json.loads((folder / "tokenizer_config.json").read_text("utf-8")).get("chat_template"))
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return False
-
-
 def _copy_without_code(file: Path, target: Path) -> None:
     """A tokenizer's own code (`auto_map`) is never run: nobody shall be asked whether it may."""
     try:
@@ -54,8 +44,8 @@ def _copy_without_code(file: Path, target: Path) -> None:
         shutil.copyfile(file, target)
 
 
-def _copier(source: Source, config: Mapping[str, Any]) -> Callable[[Path], bool]:
-    def write(out: Path) -> bool:
+def _copier(source: Source, config: Mapping[str, Any]) -> Callable[[Path], None]:
+    def write(out: Path) -> None:
         for file in source.extras:
             if file.name == "tokenizer_config.json":
                 _copy_without_code(file, out / file.name)
@@ -65,6 +55,5 @@ def _copier(source: Source, config: Mapping[str, Any]) -> Callable[[Path], bool]
             ids = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
             ids = {key: value for key, value in ids.items() if value is not None}
             (out / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n", "utf-8")
-        return has_chat_template(out)
 
     return write

@@ -51,13 +51,12 @@ def open_gguf(source: Source) -> NormalForm:
     if reason := shape_refusal(config, {hf: tensor.shape for hf, tensor in tensors.items()}):
         raise _refuse(source, reason, "download the file again")
 
-    def write_extras(out: Path) -> bool:
+    def write_extras(out: Path) -> None:
         from appliance.importing.gguf_tokenizer import write_tokenizer
 
-        chat = write_tokenizer(source.path, fields, int(config["vocab_size"]), out)
+        write_tokenizer(source.path, fields, int(config["vocab_size"]), out)
         generation = {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in config}
         (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", "utf-8")
-        return chat
 
     return NormalForm(kind="gguf", config=config, tensors=tensors, write_extras=write_extras)
 

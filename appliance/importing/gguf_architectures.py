@@ -144,7 +144,7 @@ def _granite(m: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
             "residual_multiplier": m.decimal("residual_scale", 1.0), "logits_scaling": m.decimal("logit_scale", 1.0)}
 
 
-def _qwen3(m: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+def _unbiased(m: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return {**_llama(m, config), "attention_bias": False}
 
 
@@ -198,10 +198,6 @@ def _phi3(m: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
             "attention_bias": False}
 
 
-def _olmo2(m: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_llama(m, config), "attention_bias": False}
-
-
 def _stablelm(m: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     if "blk.0.ffn_norm.weight" not in m.present:
         raise Unmapped("StableLM files with parallel layers are not supported")
@@ -223,7 +219,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         biases=(Biases(modules=_QKVO, flag="attention_bias"), Biases(modules=tuple(_GATED), flag="mlp_bias"))),
     "qwen2": Architecture(hf_class="Qwen2ForCausalLM", model_type="qwen2", layer=_PLAIN, extra=_llama,
                           biases=(Biases(modules=_QKV, always=True),)),
-    "qwen3": Architecture(hf_class="Qwen3ForCausalLM", model_type="qwen3", layer=_PLAIN | _HEAD_NORMS, extra=_qwen3),
+    "qwen3": Architecture(hf_class="Qwen3ForCausalLM", model_type="qwen3", layer=_PLAIN | _HEAD_NORMS, extra=_unbiased),
     "gemma": Architecture(hf_class="GemmaForCausalLM", model_type="gemma", layer=_PLAIN, extra=_gemma,
                           norm_shift=-1.0),
     "gemma2": Architecture(hf_class="Gemma2ForCausalLM", model_type="gemma2", extra=_gemma2, norm_shift=-1.0,
@@ -242,7 +238,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         reads=("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
         biases=(Biases(modules=_QKVO, flag="attention_bias"), Biases(modules=tuple(_GATED), flag="mlp_bias"))),
     "olmo2": Architecture(
-        hf_class="Olmo2ForCausalLM", model_type="olmo2", extra=_olmo2,
+        hf_class="Olmo2ForCausalLM", model_type="olmo2", extra=_unbiased,
         layer=_ATTENTION | _GATED | _HEAD_NORMS | {"post_attention_norm": "post_attention_layernorm",
                                                    "post_ffw_norm": "post_feedforward_layernorm"}),
     "stablelm": Architecture(

@@ -75,14 +75,13 @@ class StoredTensor:
 class NormalForm:
     """A model as every importer hands it on: Hugging Face config and names, tensors, and a writer of the other files.
 
-    `write_extras(out)` puts the tokenizer, the templates and generation_config.json into a directory and returns
-    whether there is a chat template.
+    `write_extras(out)` puts the tokenizer, the templates and generation_config.json into a directory.
     """
 
     kind: str
     config: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
-    write_extras: Callable[[Path], bool]
+    write_extras: Callable[[Path], None]
 
 
 def raw_rows(tensor: StoredTensor, start: int, stop: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import ModelError, UsageError
+from appliance.importing.reader import open_source
 from appliance.importing.source import Source, inspect
 from appliance.importing.template import settle as settle_template
 from appliance.importing.tensors import NormalForm, StoredTensor, float_rows, lattice_rows, raw_rows
@@ -68,7 +69,7 @@ def quantize(path: Path, out: Path, recipe: Recipe, event: Event, *, shard_bytes
         from appliance.quantize.adopt import adopt
 
         return adopt(source, out, event, chat_template=recipe.chat_template)
-    form = _open(source)
+    form = open_source(source)
     refuse_architecture(form.config, path)
     form.write_extras(out)  # before the long part: a tokenizer that cannot be had ends the run at once
     template = settle_template(out, recipe.chat_template)
@@ -86,16 +87,6 @@ def quantize(path: Path, out: Path, recipe: Recipe, event: Event, *, shard_bytes
     event({"event": "phase", "phase": "writing", "note": ""})
     report = _report(source, form, plan, out, layers, _loss(roundings), template)
     return {**report, "grid": grid, **({"grid_note": note} if note else {})}
-
-
-def _open(source: Source) -> NormalForm:
-    if source.kind == "gguf":
-        from appliance.importing.gguf import open_gguf
-
-        return open_gguf(source)
-    from appliance.importing.folder import open_folder
-
-    return open_folder(source)
 
 
 def _settle_tie(form: NormalForm, *, weights_there: bool) -> tuple[bool, list[StoredTensor]]:

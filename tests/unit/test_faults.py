@@ -17,8 +17,7 @@ CASES: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parents[1] / "fault
 def evidence(case: dict[str, Any]) -> Evidence:
     return Evidence(
         status=case["status"], phase=case.get("phase", "serving"), log=tuple(case.get("log", ())),
-        oom_kills=case.get("oom_kills", 0), answered=case.get("answered", False), verdict=case.get("verdict", ""),
-        stopped_by_us=case.get("stopped_by_us", False))
+        oom_kills=case.get("oom_kills", 0), answered=case.get("answered", False), verdict=case.get("verdict", ""))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
