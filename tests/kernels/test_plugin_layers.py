@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,46 +13,20 @@ from appliance.errors import ModelError  # noqa: E402  # after the guard for the
 from appliance.kernels import reference  # noqa: E402
 from appliance.kernels.selftest import signal_db  # noqa: E402
 from tests.kernels.recorder import Int4Calls  # noqa: E402
+from tests.kernels.vllm_layers import int4_config, load  # noqa: E402
 
 pytestmark = [
     pytest.mark.worker,
+    pytest.mark.usefixtures("vllm_context"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # from vLLM's own imports
 ]
 
 K = 192
 
 
-@pytest.fixture(autouse=True)
-def _vllm() -> Iterator[None]:
-    from vllm.config import VllmConfig, set_current_vllm_config
-
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with set_current_vllm_config(VllmConfig()):
-            yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _config(tied: bool = False, **raw: Any) -> Any:
-    from appliance.vllm_plugin.config import CpuInt4Config
-
-    config = CpuInt4Config.from_config(raw)
-    config.tied = tied
-    return config
-
-
 def _weight(n: int, k: int, seed: int, group: int = 64) -> reference.Portable:
     generator = torch.Generator().manual_seed(seed)
     return reference.quantize(torch.randn(n, k, generator=generator, dtype=torch.float32), group)
-
-
-def _load(layer: Any, portable: reference.Portable, *shard: Any) -> None:
-    for name, tensor in (("weight_packed", portable.packed), ("weight_scale", portable.scale),
-                         ("weight_zero", portable.zero)):
-        parameter = getattr(layer, name)
-        parameter.weight_loader(parameter, tensor, *shard)
 
 
 def _linear(config: Any, n: int = 80, *, bias: bool = False, k: int = K) -> Any:
@@ -70,8 +43,8 @@ def _x(rows: int, k: int = K) -> Any:
 @pytest.mark.parametrize("custom_op", [True, False])
 def test_a_linear_layer_holds_its_packed_weight_alone(direct: bool, custom_op: bool) -> None:
     portable = _weight(80, K, 1)
-    layer = _linear(_config(kernel="aten", direct_dequant=direct, use_custom_op=custom_op))
-    _load(layer, portable)
+    layer = _linear(int4_config(kernel="aten", direct_dequant=direct, use_custom_op=custom_op))
+    load(layer, portable)
     layer.quant_method.process_weights_after_loading(layer)
     codes, groups = 80 * K // 2, 2 * 2 * 80 * (K // 64)
     held = sum(p.untyped_storage().nbytes() for p in layer.parameters())
@@ -89,8 +62,8 @@ def test_a_linear_layer_holds_its_packed_weight_alone(direct: bool, custom_op: b
 @pytest.mark.parametrize("custom_op", [True, False])
 def test_a_native_layer_holds_one_tensor(custom_op: bool) -> None:
     portable = _weight(80, K, 1)
-    layer = _linear(_config(use_custom_op=custom_op))
-    _load(layer, portable)
+    layer = _linear(int4_config(use_custom_op=custom_op))
+    load(layer, portable)
     layer.quant_method.process_weights_after_loading(layer)
     assert [(name, p.numel()) for name, p in layer.named_parameters()] == [("int4_blocked", 80 * K // 2 + 2 * 2 * 80 * (K // 64))]
     for rows in (0, 1, 2, 7, 40):
@@ -104,8 +77,8 @@ def test_a_native_layer_holds_one_tensor(custom_op: bool) -> None:
 
 def test_a_channel_count_torch_refuses_is_served_from_its_portable_copy() -> None:
     portable = _weight(23, K, 2)
-    layer = _linear(_config(kernel="aten"), 23)
-    _load(layer, portable)
+    layer = _linear(int4_config(kernel="aten"), 23)
+    load(layer, portable)
     layer.quant_method.process_weights_after_loading(layer)
     assert layer.int4.kernel.name == "portable", "the next one after the wanted kernel, not one before it"
     assert signal_db(layer(_x(3))[0], reference.linear(_x(3), portable)) > 44
@@ -118,9 +91,9 @@ def test_case_035_a_fused_bias_is_added_once(kernel: str) -> None:
     parts = {"q": _weight(128, K, 3), "k": _weight(64, K, 4), "v": _weight(64, K, 5)}
     layers = []
     for bias in (True, False):
-        layer = QKVParallelLinear(K, 64, 2, 1, bias=bias, quant_config=_config(kernel=kernel), prefix="a.qkv_proj", disable_tp=True)
+        layer = QKVParallelLinear(K, 64, 2, 1, bias=bias, quant_config=int4_config(kernel=kernel), prefix="a.qkv_proj", disable_tp=True)
         for shard, portable in parts.items():
-            _load(layer, portable, shard)
+            load(layer, portable, shard)
         if bias:
             layer.bias.data.copy_(torch.arange(256) * 4.0 - 500)
         layer.quant_method.process_weights_after_loading(layer)
@@ -135,35 +108,35 @@ def test_case_035_a_fused_bias_is_added_once(kernel: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 6])
 def test_activations_of_three_dimensions(rows: int) -> None:
-    layer = _linear(_config())
-    _load(layer, _weight(80, K, 6))
+    layer = _linear(int4_config())
+    load(layer, _weight(80, K, 6))
     layer.quant_method.process_weights_after_loading(layer)
     x = _x(rows).view(1, rows, K)
     assert torch.equal(layer(x)[0], layer(x[0])[0].view(1, rows, 80))
 
 
 def test_case_026_a_scale_of_another_group_size_is_refused() -> None:
-    layer = _linear(_config(group_size=64))
+    layer = _linear(int4_config(group_size=64))
     with pytest.raises(ModelError, match=r"weight_scale does not fit its config: shape \[80, 6\], expected 3 columns"):
-        _load(layer, _weight(80, K, 7, group=32))
+        load(layer, _weight(80, K, 7, group=32))
 
 
 def test_case_026_holds_for_a_table_without_a_name() -> None:
     with pytest.raises(ModelError, match=r"embed_tokens\.weight_scale does not fit its config"):
-        _load(_table(_config(group_size=32), head=False), _weight(100, K, 7, group=64))
+        load(_table(int4_config(group_size=32), head=False), _weight(100, K, 7, group=64))
 
 
 def test_a_weight_of_another_width_or_kind_is_refused() -> None:
-    layer = _linear(_config())
+    layer = _linear(int4_config())
     with pytest.raises(ModelError, match="weight_packed does not fit its config"):
-        _load(layer, _weight(80, 256, 8))
+        load(layer, _weight(80, 256, 8))
     with pytest.raises(ModelError, match=r"type torch\.float32, expected torch\.uint8"):
         layer.weight_packed.weight_loader(layer.weight_packed, torch.zeros(80, K // 2, dtype=torch.float32))
 
 
 def test_columns_that_are_not_whole_groups_are_refused() -> None:
     with pytest.raises(ModelError, match="160 columns are not whole groups of 64"):
-        _linear(_config(), k=160)
+        _linear(int4_config(), k=160)
 
 
 def _table(config: Any, *, head: bool, rows: int = 100) -> Any:
@@ -176,11 +149,11 @@ def _table(config: Any, *, head: bool, rows: int = 100) -> Any:
 @pytest.mark.parametrize("head_first", [True, False])
 @pytest.mark.parametrize("kernel", ["native", "aten"])
 def test_a_tied_table_is_packed_once(head_first: bool, kernel: str) -> None:
-    config = _config(tied=True, kernel=kernel)
+    config = int4_config(tied=True, kernel=kernel)
     table, head = _table(config, head=False), _table(config, head=True)
     assert head.tie_weights(table) is head
     portable = _weight(100, K, 9)
-    _load(table, portable)
+    load(table, portable)
     for module in (head, table) if head_first else (table, head):
         module.quant_method.process_weights_after_loading(module)
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
@@ -198,11 +171,11 @@ def test_a_tied_table_is_packed_once(head_first: bool, kernel: str) -> None:
 
 @pytest.mark.parametrize("head_first", [True, False])
 def test_a_tied_table_of_eight_bits(head_first: bool) -> None:
-    config = _config(tied=True, table_bits=8)
+    config = int4_config(tied=True, table_bits=8)
     table, head = _table(config, head=False), _table(config, head=True)
     head.tie_weights(table)
     portable = reference.quantize(torch.randn(100, K, generator=torch.Generator().manual_seed(13), dtype=torch.float32), 64, 8)
-    _load(table, portable)
+    load(table, portable)
     for module in (head, table) if head_first else (table, head):
         module.quant_method.process_weights_after_loading(module)
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
@@ -217,11 +190,11 @@ def test_a_tied_table_of_eight_bits(head_first: bool) -> None:
 
 
 def test_an_untied_head_has_its_own_weight() -> None:
-    config = _config()
+    config = int4_config()
     table, head = _table(config, head=False), _table(config, head=True)
     first, second = _weight(100, K, 10), _weight(100, K, 11)
     for module, portable in ((table, first), (head, second)):
-        _load(module, portable)
+        load(module, portable)
         module.quant_method.process_weights_after_loading(module)
     assert torch.equal(table(torch.tensor([5])), reference.dequantize(first)[[5]].to(torch.bfloat16))
     assert signal_db(head.quant_method.apply(head, _x(1))[:, :100], reference.linear(_x(1), second)) > 44
@@ -230,24 +203,24 @@ def test_an_untied_head_has_its_own_weight() -> None:
 def test_a_kept_table_stays_plain() -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-    assert isinstance(_table(_config(quantize_embedding=False), head=False).quant_method, UnquantizedEmbeddingMethod)
+    assert isinstance(_table(int4_config(quantize_embedding=False), head=False).quant_method, UnquantizedEmbeddingMethod)
 
 
 def test_experts_stay_plain() -> None:
     from vllm.model_executor.layers.fused_moe import RoutedExperts
 
     experts = RoutedExperts.__new__(RoutedExperts)
-    assert _config().get_quant_method(experts, "model.layers.0.mlp.experts") is None
+    assert int4_config().get_quant_method(experts, "model.layers.0.mlp.experts") is None
 
 
 def test_the_operators_survive_compilation_with_any_number_of_rows() -> None:
     """One trace for all row counts, strided views included; the `aot_eager` backend needs no compiler."""
     portable = _weight(80, K, 12)
-    layer = _linear(_config())
-    _load(layer, portable)
+    layer = _linear(int4_config())
+    load(layer, portable)
     layer.quant_method.process_weights_after_loading(layer)
-    inline = _linear(_config(use_custom_op=False))
-    _load(inline, portable)
+    inline = _linear(int4_config(use_custom_op=False))
+    load(inline, portable)
     inline.quant_method.process_weights_after_loading(inline)
     for module in (layer, inline):
         compiled = torch.compile(lambda x, m=module: m.quant_method.apply(m, x[:, ::2]), backend="aot_eager",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,8 +14,9 @@ from appliance.kernels.registry import LINEAR, LayerShape  # noqa: E402
 from appliance.kernels.selftest import signal_db  # noqa: E402
 from appliance.prepared import Run  # noqa: E402
 from appliance.vllm_plugin import rows as loaded_rows  # noqa: E402
+from tests.kernels.vllm_layers import int4_config, load  # noqa: E402
 
-pytestmark = [pytest.mark.worker, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [pytest.mark.worker, pytest.mark.usefixtures("vllm_context"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 LINEARS = [  # channels, columns, group
     (1, 32, 32), (7, 64, 64), (15, 96, 32), (17, 160, 32), (23, 192, 64), (33, 288, 32), (40, 576, 64), (48, 896, 128), (65, 896, 64), (100, 8640, 64),
@@ -24,36 +24,9 @@ LINEARS = [  # channels, columns, group
 ]
 
 
-@pytest.fixture(autouse=True)
-def _vllm() -> Iterator[None]:
-    from vllm.config import VllmConfig, set_current_vllm_config
-
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with set_current_vllm_config(VllmConfig()):
-            yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def config(tied: bool = False, **raw: Any) -> Any:
-    from appliance.vllm_plugin.config import CpuInt4Config
-
-    made = CpuInt4Config.from_config(raw)
-    made.tied = tied
-    return made
-
-
 def weight(n: int, k: int, group: int, bits: int = 4) -> reference.Portable:
     values = torch.randn(n, k, generator=torch.Generator().manual_seed(n * k), dtype=torch.float32)
     return reference.quantize(values, group, bits)
-
-
-def load(layer: Any, portable: reference.Portable, *shard: Any) -> None:
-    for name, tensor in (("weight_packed", portable.packed), ("weight_scale", portable.scale), ("weight_zero", portable.zero)):
-        parameter = getattr(layer, name)
-        parameter.weight_loader(parameter, tensor, *shard)
 
 
 def inputs(count: int, k: int) -> Any:
@@ -65,7 +38,7 @@ def inputs(count: int, k: int) -> Any:
 def test_a_linear_of_any_shape_equals_the_reference(n: int, k: int, group: int, kernel: str) -> None:
     from vllm.model_executor.layers.linear import ColumnParallelLinear
 
-    layer = ColumnParallelLinear(k, n, bias=True, quant_config=config(kernel=kernel, group_size=group), prefix="model.layers.0.mlp.up", disable_tp=True)
+    layer = ColumnParallelLinear(k, n, bias=True, quant_config=int4_config(kernel=kernel, group_size=group), prefix="model.layers.0.mlp.up", disable_tp=True)
     portable = weight(n, k, group)
     load(layer, portable)
     bias = torch.linspace(-3, 3, n).to(torch.bfloat16)
@@ -83,7 +56,7 @@ def test_case_041_a_vocabulary_that_fills_no_block(vocabulary: int, tied: bool, 
     """Rows beyond the vocabulary are zero, and vLLM cuts their logits off; 50257, 32001, 151646 are of the same kinds."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-    made = config(tied=tied, group_size=32, **({"table_bits": 8} if bits == 8 else {}))
+    made = int4_config(tied=tied, group_size=32, **({"table_bits": 8} if bits == 8 else {}))
     table = VocabParallelEmbedding(vocabulary, 96, quant_config=made, prefix="model.embed_tokens", disable_tp=True)
     head = ParallelLMHead(vocabulary, 96, quant_config=made, prefix="lm_head", disable_tp=True)
     portable = weight(vocabulary, 96, 32, bits)
@@ -106,7 +79,7 @@ def test_case_041_a_vocabulary_that_fills_no_block(vocabulary: int, tied: bool, 
 def test_a_head_adds_its_bias_once_whether_the_model_hands_it_on_or_not(handed_on: bool) -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    head = ParallelLMHead(256, 96, bias=True, quant_config=config(group_size=32), prefix="lm_head", disable_tp=True)
+    head = ParallelLMHead(256, 96, bias=True, quant_config=int4_config(group_size=32), prefix="lm_head", disable_tp=True)
     portable = weight(256, 96, 32)
     load(head, portable)
     head.bias.data.copy_(torch.linspace(-3, 3, 256))
@@ -120,7 +93,7 @@ def test_a_table_that_is_given_no_quantization_gets_it() -> None:
 
     from appliance.vllm_plugin.embedding import Int4TableMethod, quantized_tables
 
-    made = config(group_size=32)
+    made = int4_config(group_size=32)
     with quantized_tables(made, 331):
         assert isinstance(VocabParallelEmbedding(331, 64, disable_tp=True).quant_method, Int4TableMethod)
         assert not isinstance(VocabParallelEmbedding(16, 64, disable_tp=True).quant_method, Int4TableMethod), "a table of something else"

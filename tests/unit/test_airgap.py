@@ -25,6 +25,7 @@ from appliance.cli.application import Application
 from appliance.errors import ApplianceError, ConfigError, ModelError, StoreError, UsageError
 from appliance.store import Store
 from tests.process.fake_models import LLAMA, llama_int4, write_model
+from tests.unit.invoke import invoke
 from tests.unit.test_store import flip, lay_out
 
 CONFIG = {**LLAMA, "quantization_config": {"quant_method": "cpu_int4", "group_size": 32}}
@@ -493,10 +494,7 @@ def test_a_key_that_cannot_sign_is_one_line(store: Store, tmp_path: Path) -> Non
 
 
 def run(home: Path, *args: str, **env: str) -> Result:
-    result = CliRunner().invoke(bundle, args, obj=Application(env={"PATH": os.environ["PATH"], "APPLIANCE_HOME": str(home), **env}))
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+    return invoke(bundle, args, Application(env={"PATH": os.environ["PATH"], "APPLIANCE_HOME": str(home), **env}))
 
 
 def test_the_command_line(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from appliance.cli.application import Application
 from appliance.cli.main import cli
@@ -18,6 +18,7 @@ from appliance.record import load
 from appliance.store import Store
 from tests.process.conftest import CONFIG
 from tests.process.fake_models import fake_python, int4, source_folder, write_model
+from tests.unit.invoke import invoke
 from tests.unit.test_trial import make
 
 NOW = 1_700_000_000.0
@@ -43,10 +44,7 @@ class Operator:
                 store.commit(draft, source=name, source_digest=mark * 64, recipe={}, report={}, created="2026-01-01T00:00:00", name=name)
 
     def run(self, *args: str) -> Result:
-        result = CliRunner().invoke(cli, args, obj=Application(env=self.env), env=self.env)
-        if result.exception and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result
+        return invoke(cli, args, Application(env=self.env), env=self.env)
 
     @property
     def state(self) -> Path:

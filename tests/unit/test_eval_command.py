@@ -17,20 +17,18 @@ from appliance.errors import ModelError
 from appliance.sources import Sources
 from appliance.store import Store
 from tests.process.fake_models import fake_python, source_folder
+from tests.unit.invoke import invoke
 
 
 class Operator:
     def __init__(self, folder: Path) -> None:
         self.env = {"PATH": "/bin", "APPLIANCE_HOME": str(folder / "home"), "APPLIANCE_WORKER_PYTHON": fake_python(folder)}
         self.source = source_folder(folder / "source")
-        added = CliRunner().invoke(model, ["add", str(self.source), "--name", "m"], obj=Application(env=self.env))
+        added = invoke(model, ["add", str(self.source), "--name", "m"], Application(env=self.env))
         assert added.exit_code == 0, added.output
 
     def run(self, *args: str) -> Result:
-        result = CliRunner().invoke(evaluate, ["m", *args], obj=Application(env=self.env))
-        if result.exception and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result
+        return invoke(evaluate, ["m", *args], Application(env=self.env))
 
 
 @pytest.fixture

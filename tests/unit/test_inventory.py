@@ -20,6 +20,7 @@ from appliance.inventory import clean, keepers, look, plan_cleaning
 from appliance.sources import Sources
 from appliance.store import Store
 from appliance.trial import Candidate
+from tests.unit.invoke import invoke
 from tests.unit.test_store import flip, lay_out, put
 
 
@@ -34,10 +35,7 @@ def store(app: Application) -> Store:
 
 
 def run(app: Application, *args: str) -> Result:
-    result = CliRunner().invoke(command, args, obj=app)
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+    return invoke(command, args, app)
 
 
 def candidate(digest: str) -> Candidate:

@@ -21,6 +21,7 @@ from appliance.errors import ConfigError, ModelError, UsageError
 from appliance.prepared import folder_name
 from appliance.store import Store
 from tests.process.fake_models import LLAMA, fake_python, int4, source_folder, write_model
+from tests.unit.invoke import invoke
 
 
 class Operator:
@@ -30,10 +31,7 @@ class Operator:
         self.store = folder / "home" / "store"
 
     def run(self, *args: str) -> Result:
-        result = CliRunner().invoke(model, args, obj=Application(env=self.env))
-        if result.exception and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result
+        return invoke(model, args, Application(env=self.env))
 
 
 @pytest.fixture
