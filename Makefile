@@ -32,7 +32,8 @@ status: $(AGENT)/.installed  ## State of the running service.
 chat: $(AGENT)/.installed  ## Ask the running service: make chat PROMPT="..."
 	@$(AGENT)/bin/applianctl chat $(if $(PROMPT),"$$PROMPT")
 
-test: lint test-fast test-worker test-served  ## All tests that need no systemd (real vLLM included).
+# The worker first: a few of the agent's tests use its environment where there is one.
+test: lint test-worker test-fast test-served  ## All tests that need no systemd (real vLLM included).
 
 test-fast: $(AGENT)/.test  ## Tests of the agent: no torch, no vLLM.
 	$(AGENT)/bin/python -m pytest tests/unit tests/process tests/fuzz -m "not heavy" -n $(TEST_JOBS)
