@@ -18,7 +18,7 @@ export APPLIANCE_HOME ?= $(CURDIR)/.run
 export PROMPT
 # The worker's interpreter is found beside the agent's environment; nothing to configure.
 
-.PHONY: help run status chat test test-fast test-worker test-fuzz test-gguf test-served test-models test-fields test-chaos soak test-system install install-agent deb apt-repo test-packages bench bench-memory bench-fidelity bench-kernels bench-serving bench-peers bench-report lint lock goldens clean
+.PHONY: help run status chat test test-fast test-worker test-fuzz test-gguf test-served test-models test-fields test-chaos test-engines soak test-system install install-agent deb apt-repo test-packages test-ansible lint-ansible bench bench-memory bench-fidelity bench-kernels bench-serving bench-peers bench-report lint lock goldens clean
 
 help:           ## This list.
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -67,6 +67,9 @@ test-chaos: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Ma
 	$(AGENT)/bin/python -m pytest -s tests/process -m heavy
 	$(AGENT)/bin/python -m pytest -s tests/served/test_chaos.py tests/served/test_integrity.py
 
+test-engines: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Two engines in one worker, as for two NUMA nodes, by real vLLM (three minutes).
+	$(AGENT)/bin/python -m pytest -s tests/served/test_engines.py
+
 soak: $(AGENT)/.test  ## Mixed load on the running service (make run) for SOAK_S seconds: does anything grow?
 	$(AGENT)/bin/python -m tests.bench.soak --port $(PORT) --seconds $(SOAK_S)
 
@@ -113,7 +116,6 @@ test-system: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## T
 	$(AGENT)/bin/python -m pytest tests/system
 
 deb: $(AGENT)/.model $(WORKER)/.installed  ## The Debian packages for this distribution, into build/deb (debhelper, binutils, g++).
-	rm -rf build/deb
 	packaging/build-deb $(AGENT) $(WORKER) build/deb
 
 apt-repo:       ## A signed apt repository of build/deb in build/apt/public, for any static file server (aptly).
@@ -121,6 +123,13 @@ apt-repo:       ## A signed apt repository of build/deb in build/apt/public, for
 
 test-packages: $(AGENT)/.test  ## The built packages on throw-away hosts: install, remove, purge, chroot (after deb, apt-repo; root).
 	$(AGENT)/bin/python -m pytest tests/packages
+
+test-ansible: $(AGENT)/.test build/ansible/.installed  ## The Ansible collection against throw-away hosts (after deb; root).
+	$(AGENT)/bin/python -m pytest tests/ansible
+
+lint-ansible: build/ansible/.installed  ## ansible-lint with its production profile.
+	cd ansible && PATH=$(CURDIR)/build/ansible/bin:$$PATH ANSIBLE_COLLECTIONS_PATH=$(CURDIR)/build/ansible/collections \
+	  ansible-lint --offline --strict --profile production
 
 install: install-agent $(if $(filter 0,$(WORKER_ENV)),,$(WORKER)/.installed)  ## Install agent, unit and default model below DESTDIR, and the worker's environment unless WORKER_ENV=0.
 	[ "$(WORKER_ENV)" = 0 ] || packaging/build-worker $(WORKER) $(DESTDIR)$(PREFIX)/lib/appliance/worker
@@ -130,7 +139,7 @@ install-agent: $(AGENT)/.model
 	install -d $(SITE) $(AGENT_HOME)/bin $(DESTDIR)$(PREFIX)/share/appliance/models/smollm2
 	ln -sf $(SYSTEM_PYTHON) $(AGENT_HOME)/bin/python
 	printf 'home = %s\ninclude-system-site-packages = true\n' $(dir $(SYSTEM_PYTHON)) >$(AGENT_HOME)/pyvenv.cfg
-	APPLIANCE_NATIVE=0 $(AGENT)/bin/pip install -q --no-deps --no-compile --upgrade --target $(SITE) . 'sdnotify>=0.3.2'
+	APPLIANCE_NATIVE=0 $(AGENT)/bin/pip install -q --no-deps --no-compile --upgrade --target $(SITE) . 'sdnotify>=0.3.1'
 	rm -rf $(SITE)/bin
 	install -D -m 755 systemd/applianctl $(DESTDIR)$(PREFIX)/bin/applianctl
 	install -m 644 "$$($(AGENT)/bin/python packaging/embedded_path.py)" $(DESTDIR)$(PREFIX)/share/appliance/models/smollm2/
@@ -171,6 +180,15 @@ $(NATIVE): setup.py $(wildcard appliance/kernels/native/*) | $(WORKER)/.installe
 # Test tools for the worker's Python stay outside its environment, which is exactly what nodes get.
 $(TESTLIB)/.installed: $(WORKER)/.installed
 	$(WORKER)/bin/pip install -q --upgrade --target $(TESTLIB) pytest hypothesis
+	@touch $@
+
+# The controller's tools, and the collection under the name by which playbooks find it.
+build/ansible/.installed: pyproject.toml
+	$(PYTHON) -m venv build/ansible
+	build/ansible/bin/pip install -q 'pip>=25.1'
+	build/ansible/bin/pip install -q --group ansible
+	@mkdir -p build/ansible/collections/ansible_collections/appliance
+	@ln -sfn $(CURDIR)/ansible build/ansible/collections/ansible_collections/appliance/fleet
 	@touch $@
 
 # Plots are drawn outside both environments as well.

@@ -30,6 +30,10 @@ API_SERVER_BYTES = 430 * MIB
 ENGINE_BYTES = 390 * MIB
 """PSS of the engine process without weights, cache and activations: forked from the API server, so what neither has
 written to since is counted half here and half there. Measured: docs/profile.md."""
+FURTHER_ENGINE_BYTES = 170 * MIB
+"""The same for every further engine: the API server is counted once, and more processes share more pages. Measured:
+docs/planning.md."""
+FURTHER_STARTED_BYTES = 40 * MIB
 STARTED_BYTES = 80 * MIB
 """What both gain by the first answer: tokenizer, grammars, scheduler, buffers, OpenMP's threads."""
 COMPILE_BYTES = 410 * MIB
@@ -102,9 +106,11 @@ def _layers(model: ModelFacts) -> tuple[int, int]:
     return -(-whole // group) * group, -(-window // group) * group
 
 
-def items(model: ModelFacts, shape: Shape, *, block: int, gemm_bytes: int, mapped: bool) -> tuple[MemoryItem, ...]:
+def items(model: ModelFacts, shape: Shape, *, block: int, gemm_bytes: int, mapped: bool, engines: int = 1,
+          copies: int = 1) -> tuple[MemoryItem, ...]:
     """Every line of the arithmetic. `gemm_bytes`: bytes of one value in the many-row GEMM (4 fp32, 2 bf16); `mapped`:
-    the weights lie prepared in the store, so that loading packs nothing."""
+    the weights lie prepared in the store, so that loading packs nothing; `shape` is each engine's; `copies`: of the
+    weights, one for each engine where they lie on different NUMA nodes."""
     always = PHASES
     n, k = model.largest_linear
     table_rows = model.vocab_size
@@ -114,24 +120,32 @@ def items(model: ModelFacts, shape: Shape, *, block: int, gemm_bytes: int, mappe
     activations = shape.batch_tokens * (widest * (2 + gemm_bytes) * 2 + model.hidden_size * 2 * 8)
     logits = (shape.running + PROBE_SEATS) * table_rows * (4 + 4 + 2)
     weights = model.linear_bytes + model.table_bytes + model.kept_bytes
+
+    def each(item: str, size: int, phases: tuple[str, ...], times: int = engines) -> MemoryItem:
+        """A line that several engines, or copies, have each."""
+        return MemoryItem(item=item if times == 1 else f"{item}, {times} x", bytes=size * times, phases=phases)
+
+    # What is not mapped is every engine's own.
+    own = engines if not mapped else copies
     lines = [
         MemoryItem(item="api server process", bytes=API_SERVER_BYTES, phases=always),
-        MemoryItem(item="engine process", bytes=ENGINE_BYTES, phases=always),
-        MemoryItem(item="tokenizer, scheduler, buffers", bytes=STARTED_BYTES, phases=AFTER_LOAD),
-        MemoryItem(item="weights: 4-bit linears", bytes=model.linear_bytes, phases=always),
-        MemoryItem(item="weights: embedding table and head", bytes=model.table_bytes, phases=always),
-        MemoryItem(item="weights: kept in bf16", bytes=model.kept_bytes, phases=always),
-        *([] if mapped else [MemoryItem(item="packing the largest layer", bytes=packing, phases=("load",))]),
-        MemoryItem(item="key/value cache", bytes=kv_bytes(model, shape, block), phases=("warm-up", "serve")),
-        MemoryItem(item="activations of one batch", bytes=activations,
-                   phases=("compile", "serve") if shape.compile else ("serve",)),
-        MemoryItem(item="logits", bytes=logits, phases=("serve",)),
+        MemoryItem(item="engine process" if engines == 1 else f"engine process, {engines} x", phases=always,
+                   bytes=ENGINE_BYTES + (engines - 1) * FURTHER_ENGINE_BYTES),
+        MemoryItem(item="tokenizer, scheduler, buffers", phases=AFTER_LOAD,
+                   bytes=STARTED_BYTES + (engines - 1) * FURTHER_STARTED_BYTES),
+        each("weights: 4-bit linears", model.linear_bytes, always, own),
+        each("weights: embedding table and head", model.table_bytes, always, own),
+        each("weights: kept in bf16", model.kept_bytes, always),
+        *([] if mapped else [each("packing the largest layer", packing, ("load",))]),
+        each("key/value cache", kv_bytes(model, shape, block), ("warm-up", "serve")),
+        each("activations of one batch", activations, ("compile", "serve") if shape.compile else ("serve",)),
+        each("logits", logits, ("serve",)),
     ]
     if shape.compile:
-        lines.append(MemoryItem(item="compiler", bytes=COMPILE_BYTES, phases=("compile",)))
-        lines.append(MemoryItem(item="compiled code", bytes=COMPILED_BYTES, phases=AFTER_LOAD))
-    # Mapped weights are in the sums; packed ones are read from files that nobody needs afterwards.
-    wanted = PROGRAM_FILES_BYTES + (0 if mapped else weights)
+        lines.append(each("compiler", COMPILE_BYTES, ("compile",)))
+        lines.append(each("compiled code", COMPILED_BYTES, AFTER_LOAD))
+    # Mapped weights are in the sums; what is packed or copied is read from files that nobody needs afterwards.
+    wanted = PROGRAM_FILES_BYTES + (0 if mapped and own == 1 else weights)
     lines.append(MemoryItem(item="page cache wanted besides", bytes=wanted, phases=()))
     return tuple(lines)
 

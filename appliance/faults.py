@@ -40,14 +40,14 @@ ASKED_TO_END = (SIGHUP, SIGINT, SIGTERM)
 Kind = Literal["transient", "capability", "content", "node", "operator"]
 Repair = Literal["", "cache", "weights"]
 
-MEMORY = ("small-kv", "short-context", "small-batch")
+MEMORY = ("one-engine", "small-kv", "short-context", "small-batch")
 COMPILER = ("no-compile", *MEMORY)
 """The compiler's peak is the first thing to go when memory runs out while it works."""
 INSTRUCTIONS = ("lower-isa", "aten")
 """An illegal instruction: the native kernel has proved its instructions in the self-test, torch's code has not; so the
 lower instruction set comes first, which covers both, and the other kernel second."""
-STALLED = ("no-compile", "aten", "small-batch")
-EVERY = ("aten", "no-compile", "small-kv", "short-context", "small-batch", "lower-isa")
+STALLED = ("one-engine", "no-compile", "aten", "small-batch")
+EVERY = ("one-engine", "aten", "no-compile", "small-kv", "short-context", "small-batch", "lower-isa")
 """Nobody knows why: whatever the plan has, in its order."""
 
 

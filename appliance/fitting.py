@@ -35,6 +35,10 @@ class Fitting:
     block: int
     gemm_bytes: int
     mapped: bool
+    engines: int = 1
+    copies: int = 1
+    node_bytes: int | None = None
+    """What one engine may use of the memory of its NUMA node, where it has one of its own."""
     batch: int = BATCHES[0]
     """The first of the batch sizes to try: larger than BATCHES it is taken only while nothing else must give way."""
 
@@ -45,17 +49,26 @@ class Fitting:
         return min(self.wanted_context or model.short_context or model.max_context, model.max_context)
 
     def lines(self, shape: Shape) -> tuple[MemoryItem, ...]:
-        return budget.items(self.model, shape, block=self.block, gemm_bytes=self.gemm_bytes, mapped=self.mapped)
+        return budget.items(self.model, shape, block=self.block, gemm_bytes=self.gemm_bytes, mapped=self.mapped,
+                            engines=self.engines, copies=self.copies)
 
     def needed_bytes(self, shape: Shape) -> int:
         return budget.peak(self.lines(shape))[1]
+
+    def fits(self, shape: Shape, usable_bytes: int) -> bool:
+        """Whether all engines fit together, and each on its node (the API server may lie on any of them)."""
+        if self.node_bytes is not None:
+            alone = replace(self, engines=1, copies=1, node_bytes=None)
+            if alone.needed_bytes(shape) > self.node_bytes:
+                return False
+        return self.needed_bytes(shape) <= usable_bytes
 
     def fit(self, usable_bytes: int) -> Shape | None:
         """The most wanted shape that fits, or None."""
         for wanted, shortest in self._shapes():
             shape = self._cut(wanted, shortest, usable_bytes)
             roomy = shape.sequences == 1 or self._cache_bytes(shape) <= usable_bytes // ROOMY_SHARE
-            if roomy and self.needed_bytes(shape) <= usable_bytes:
+            if roomy and self.fits(shape, usable_bytes):
                 return shape
         return None
 
@@ -94,20 +107,32 @@ class Fitting:
 
     def _cut(self, shape: Shape, shortest: int, usable_bytes: int) -> Shape:
         """With the longest context that fits, in steps of CONTEXT_STEP; with the shortest one where none does."""
-        if shape.context <= shortest or self.needed_bytes(shape) <= usable_bytes:
+        if shape.context <= shortest or self.fits(shape, usable_bytes):
             return shape
         low, high = 0, (shape.context - 1 - shortest) // CONTEXT_STEP  # steps above the shortest
         while low < high:
             middle = (low + high + 1) // 2
-            if self.needed_bytes(replace(shape, context=shortest + middle * CONTEXT_STEP)) <= usable_bytes:
+            if self.fits(replace(shape, context=shortest + middle * CONTEXT_STEP), usable_bytes):
                 low = middle
             else:
                 high = middle - 1
         return replace(shape, context=shortest + low * CONTEXT_STEP)
 
     def _cache_bytes(self, shape: Shape) -> int:
-        return budget.kv_bytes(self.model, shape, self.block)
+        return self.engines * budget.kv_bytes(self.model, shape, self.block)
 
 
 def contexts(sequences: int) -> str:
     return "one full context" if sequences == 1 else f"{sequences} full contexts"
+
+
+def lost(one: Shape | None, several: Shape | None) -> str:
+    """What several engines would have less of than one has; empty when nothing."""
+    if several is None:
+        return "do not fit"
+    if one is None or (one.context, one.batch_tokens, one.compile) == (several.context, several.batch_tokens,
+                                                                       several.compile):
+        return ""
+    if several.context < one.context:
+        return f"would leave a context of {several.context} tokens, one has {one.context}"
+    return "would leave too little memory for " + ("the compiler" if one.compile else "large batches")

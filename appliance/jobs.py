@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from appliance import disk
+from appliance import disk, workers
 from appliance.errors import (
     ApplianceError,
     ConfigError,
@@ -48,13 +48,17 @@ Event = Mapping[str, Any]
 def find_worker_python(settings: Settings, *, prefix: str = sys.prefix, packaged: str = PACKAGED_PYTHON) -> str:
     """The worker's Python: the setting `worker.python`, the package's, or .venv-worker beside the agent's own.
 
-    Raises ConfigError when the configured one is missing, or none is found.
+    The package's by the folder of its version, so that another version is another configuration. Raises ConfigError
+    when the configured one is missing, or none is found.
     """
     beside = str(Path(prefix).parent / ".venv-worker/bin/python")
     places = [settings.worker.python] if settings.worker.python else [packaged, beside]
     for place in places:
         if os.access(place, os.X_OK, effective_ids=True) and not Path(place).is_dir():
-            return place
+            return workers.resolved(place) if place == packaged else place
+    for place in places:
+        if gone := workers.lost_interpreter(place):
+            raise _interpreter_changed(place, gone)
     raise ConfigError("the worker's Python is missing", why=f"not found: {', '.join(places)}",
                       do="install the worker's environment, or set worker.python")
 
@@ -70,6 +74,8 @@ def worker_contract(worker_python: str, *, env: Mapping[str, str], timeout_s: fl
             env=job_env(env, home=Path("/nonexistent")), timeout=timeout_s, check=False, text=True, errors="replace",
         )
     except OSError as error:
+        if gone := workers.lost_interpreter(worker_python):
+            raise _interpreter_changed(worker_python, gone) from None
         raise _unusable(worker_python, error.strerror or str(error)) from None
     except subprocess.TimeoutExpired:
         raise _unusable(worker_python, f"no answer within {timeout_s:.0f} s") from None
@@ -170,6 +176,11 @@ def ending_on_sigterm() -> Iterator[None]:
     finally:
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
+
+
+def _interpreter_changed(worker_python: str, gone: str) -> ConfigError:
+    return ConfigError("the node's interpreter changed", why=f"{worker_python} is {gone}, which is not there any more",
+                       do="install the appliance-worker package that was built for this distribution")
 
 
 def _unusable(worker_python: str, why: str) -> ConfigError:

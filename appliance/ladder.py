@@ -21,9 +21,14 @@ LOWER_VARIANT = {"avx2": "avx2", "default": "scalar"}
 
 def changes(dials: Dials, model: ModelFacts, shape: Shape,
             unmapped: Shape | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rung id and the dials it changes against `full`. The memory rungs build on each other. `unmapped`: what fits
+    """Rung id and the dials it changes against `full`. The memory rungs build on each other, and on `one-engine` where
+    there are several. `unmapped`: what fits
     where the weights are not mapped but packed in memory, as `aten` does; None: nothing, so there is no such rung."""
     yield "full", {}
+    alone: dict[str, Any] = {}
+    if dials.engines:  # the engine that is left has the CPUs of the first and all its dials
+        alone = {"engines": (), "copied": False, "cpus": dials.engines[0]}
+        yield "one-engine", alone
     if dials.kernel == "native" and unmapped is not None:
         fits = {"context": unmapped.context, "batch_tokens": unmapped.batch_tokens,
                 "kv_bytes": budget.kv_bytes(model, unmapped, dials.block)}
@@ -33,9 +38,9 @@ def changes(dials: Dials, model: ModelFacts, shape: Shape,
         yield "no-compile", {"compile": False}
     single = replace(shape, sequences=1)
     one = budget.kv_bytes(model, single, dials.block)
-    memory: dict[str, Any] = {}
+    memory = alone
     if one < dials.kv_bytes:
-        memory = {"kv_bytes": one}
+        memory = {**memory, "kv_bytes": one}
         yield "small-kv", memory
     half = max(shape.context // 2, min(MIN_CONTEXT, shape.context))
     if half < shape.context:

@@ -7,7 +7,7 @@ a unit cannot change what was planned. Rules:
 * nothing goes to the network: offline hub, no usage statistics, loopback only; the API listens on a unix socket, so
   that keys, TLS and the queue are the front door's alone;
 * two processes: the API server, and the engine, forked from it, which runs the model itself
-  (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) on all planned threads;
+  (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) on all planned threads; or several engines, each on its own CPUs;
 * Inductor's own cache instead of vLLM's AOT cache, which never loads on CPU in 0.32.
 """
 
@@ -39,7 +39,10 @@ PLANNED_FLAGS = (
     "--model-loader-extra-config", "--shutdown-timeout", "--enforce-eager", "--ssl-certfile", "--ssl-keyfile",
     "--load-format", "--api-server-count", "--mm-tensor-ipc",
     "--compilation-config", "--optimization-level", "--tensor-parallel-size", "--data-parallel-size",
-    "--pipeline-parallel-size", "--quantization", "--api-key", "--config", "--enable-auto-tool-choice",
+    "--data-parallel-size-local", "--data-parallel-rank", "--data-parallel-start-rank", "--data-parallel-address",
+    "--data-parallel-rpc-port", "--data-parallel-backend", "--data-parallel-hybrid-lb", "--data-parallel-external-lb",
+    "--distributed-executor-backend", "--pipeline-parallel-size", "--quantization", "--api-key", "--config",
+    "--enable-auto-tool-choice",
     "--tool-call-parser", "--reasoning-parser",
 )
 """What the plan or a setting decides; `worker.extra_args` may not say it again."""
@@ -50,6 +53,9 @@ CAPABILITIES = ("default", "avx2", "avx512")
 FORBIDDEN_ENV: Mapping[str, str] = {
     "OMP_NUM_THREADS": "use cpu.threads",
     "APPLIANCE_WORKER_CPUS": "use cpu.cpus",
+    "APPLIANCE_ENGINE_CPUS": "use cpu.engines",
+    "VLLM_DP_SIZE": "use cpu.engines",
+    "CPU_VISIBLE_MEMORY_NODES": "each engine's memory lies where its CPUs are",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "threads and memory are planned for one engine process",
     "TORCH_COMPILE_DISABLE": "use compile",
     "VLLM_API_KEY": "use api_key_file",
@@ -87,7 +93,9 @@ class Places:
 
 @dataclass(frozen=True, kw_only=True)
 class Dials:
-    """One rung's values, before they become arguments and variables. `running`: requests of users."""
+    """One rung's values, before they become arguments and variables. `running`: requests of users; with several engines
+    this, `threads`, `batch_tokens` and `kv_bytes` are each one's. `engines`: the CPUs of each, empty for one; `copied`:
+    each keeps the mapped weights in memory of its own."""
 
     model_name: str
     quantization: Mapping[str, Any]
@@ -110,8 +118,15 @@ class Dials:
     """The native kernel's instruction set, forced; empty: the worker's self-test chooses."""
     gemm: str = ""
     """The type of torch's GEMM, where another than the CPU's own was measured to be faster."""
+    engines: tuple[tuple[int, ...], ...] = ()
+    copied: bool = False
     library_rows: str = ""
     """Rows from which an AMX host takes torch's GEMM, as measured; empty: the worker's default."""
+
+    @property
+    def seats(self) -> int:
+        """Requests of users that all engines together compute at the same time."""
+        return self.running * max(1, len(self.engines))
 
 
 def argv(dials: Dials, places: Places, settings: Settings) -> tuple[str, ...]:
@@ -128,7 +143,7 @@ def argv(dials: Dials, places: Places, settings: Settings) -> tuple[str, ...]:
         "--max-model-len", str(dials.context),
         "--max-num-seqs", str(dials.running + PROBE_SEATS),
         "--max-num-batched-tokens", str(dials.batch_tokens),
-        "--max-num-queued-reqs", str(dials.running + PROBE_SEATS + QUEUED),
+        "--max-num-queued-reqs", str(dials.seats + PROBE_SEATS * max(1, len(dials.engines)) + QUEUED),
         "--kv-cache-memory-bytes", str(dials.kv_bytes),
         "--block-size", str(dials.block),
         "--hf-overrides", json.dumps(overrides, sort_keys=True),
@@ -151,6 +166,9 @@ def argv(dials: Dials, places: Places, settings: Settings) -> tuple[str, ...]:
         args += ["--reasoning-parser", dials.reasoning]
     if not dials.compile:
         args.append("--enforce-eager")
+    if dials.engines:
+        # For several engines vLLM would give each a process more, to run the model in.
+        args += ["--data-parallel-size", str(len(dials.engines)), "--distributed-executor-backend", "uni"]
     return (*args, *settings.worker.extra_args)
 
 
@@ -163,6 +181,8 @@ def env(dials: Dials, places: Places, settings: Settings) -> dict[str, str]:
         "TORCH_COMPILE_DISABLE": "" if dials.compile else "1",
         "VLLM_LOGGING_LEVEL": "INFO",  # the phases of a start are read from the log
         "APPLIANCE_WORKER_CPUS": ",".join(map(str, dials.cpus or ())),
+        "APPLIANCE_ENGINE_CPUS": "|".join(",".join(map(str, cpus)) for cpus in dials.engines),
+        "APPLIANCE_COPIED": "1" if dials.copied else "",
         "APPLIANCE_PREPARED": places.prepared if dials.kernel == "native" else "",
         "APPLIANCE_PLANNED_KERNEL": dials.kernel,
         "APPLIANCE_KERNEL_TRIAL": f"{places.cache}/{TRIAL_FILE}",
@@ -174,7 +194,7 @@ def env(dials: Dials, places: Places, settings: Settings) -> dict[str, str]:
         "VLLM_USE_AOT_COMPILE": "0",
         "VLLM_PLUGINS": PLUGIN,
         # One request with n choices takes n seats.
-        "VLLM_MAX_N_SEQUENCES": str(dials.running),
+        "VLLM_MAX_N_SEQUENCES": str(dials.seats),
         "VLLM_CACHE_ROOT": f"{places.cache}/vllm",
         "VLLM_CONFIG_ROOT": f"{places.cache}/vllm-config",
         "VLLM_RPC_BASE_PATH": places.sockets,

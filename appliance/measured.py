@@ -9,6 +9,7 @@ are as fast as more; a figure without a unit in its name does not exist.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -126,6 +127,12 @@ def inputs(host: HostFacts, *, microcode: str | None) -> dict[str, str]:
     }
 
 
+def decision(digest: str, figures: Mapping[str, Any]) -> str:
+    """A name for what measurements decide (`Plan.tuned`) for a model, nothing included: 12 hex digits."""
+    text = json.dumps([digest, dict(figures)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
     """What differs, as sentences: `kernel was 6.1.0-18, is 6.1.0-20`."""
     names = [*before, *(name for name in now if name not in before)]
@@ -194,6 +201,12 @@ def best(trials: Iterable[Trial], name: str) -> Trial | None:
     having = [trial for trial in trials if not trial.failure and trial.median(name) > 0]
     top = max((trial.median(name) for trial in having), default=0.0)
     return next((trial for trial in having if trial.median(name) >= top * (1 - SAME)), None)
+
+
+def reaches(trial: Trial, name: str, top: float) -> bool:
+    """Whether a trial is as fast as `top`, going by its best repeat: others on the machine make a figure smaller, never
+    larger, and a median of three has been seen a quarter too small."""
+    return trial.median(name) > 0 and trial.figures[name].high >= top * (1 - SAME)
 
 
 def by_threads(trials: Iterable[Trial]) -> list[Trial]:

@@ -32,7 +32,8 @@ GAUGES: tuple[tuple[str, str, str], ...] = (
     ("cache_bytes", "appliance_cache_bytes", "Compiled code and kernel caches on disk."),
     ("store_bytes", "appliance_store_bytes", "Stored models on disk."),
     ("context", "appliance_context_tokens", "Longest context served."),
-    ("threads", "appliance_threads", "Threads that compute."),
+    ("threads", "appliance_threads", "Threads that compute, of each engine."),
+    ("engines", "appliance_engines", "Engines of the worker: each computes its own requests."),
     ("max_running", "appliance_requests_running_limit", "Requests that may run at once."),
     ("max_queued", "appliance_requests_queued_limit", "Requests that may wait."),
 )

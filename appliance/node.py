@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from appliance import status
 from appliance.directories import WORKER_SOCKET, Directories, sockets
@@ -18,6 +19,7 @@ from appliance.facts import HostFacts, KernelTrial, ModelFacts
 from appliance.jobs import worker_contract
 from appliance.launch import TRIAL_FILE, Places
 from appliance.library import active_name
+from appliance.measured import Record
 from appliance.plan import Plan, make_plan
 from appliance.probe.host import read_host
 from appliance.probe.model import read_model
@@ -29,20 +31,24 @@ from appliance.tune import archive
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """Everything a worker start needs to know. `versions`: what the worker reports of itself."""
+    """Everything a worker start needs to know. `versions`: what the worker reports of itself; `measured`: the figures
+    that the plan goes by."""
 
     host: HostFacts
     model: ModelFacts
     plan: Plan
     places: Places
     versions: Mapping[str, str]
+    measured: Record | None = None
 
 
 def read_node(parsed: Parsed, directories: Directories, worker_python: str, *, env: Mapping[str, str],
-              model_name: str | None = None, digest: str | None = None) -> Node:
+              model_name: str | None = None, digest: str | None = None,
+              figures: Mapping[str, Any] | None = None) -> Node:
     """Probe this machine, read the active model from the store and plan.
 
-    `digest`: the object itself, whatever its name stands for now.
+    `digest`: the object itself, whatever its name stands for now. `figures`: what measurements are to decide
+    (`Plan.tuned`): where the present ones decide otherwise, the plan goes by those that are kept for it, or by none.
 
     Raises ModelError when the model is not in the store, ConfigError when the worker cannot be asked.
     """
@@ -55,11 +61,18 @@ def read_node(parsed: Parsed, directories: Directories, worker_python: str, *, e
     model = read_model(stored.path, name=name, digest=stored.digest)
     where = places(directories, model_path=stored.path, fingerprint=host.fingerprint,
                    prepared=store.prepared(stored.digest))
-    measured = archive.load(directories.state, host)
+    probed, measured = host, archive.load(directories.state, host)
     host = without_own_worker(host, directories)
-    plan = make_plan(host, model, parsed.settings, where, kernels=tuple(contract["kernels"]), measured=measured,
-                     trial=read_trial(Path(where.cache) / TRIAL_FILE))
-    return Node(host=host, model=model, plan=plan, places=where, versions=versions)
+
+    def planned(measured: Record | None) -> Plan:
+        return make_plan(host, model, parsed.settings, where, kernels=tuple(contract["kernels"]), measured=measured,
+                         trial=read_trial(Path(where.cache) / TRIAL_FILE))
+
+    plan = planned(measured)
+    if figures is not None and dict(plan.tuned) != dict(figures) and measured is not None and not measured.stale:
+        measured = archive.kept(directories.state, probed, digest=stored.digest, figures=figures)
+        plan = planned(measured)
+    return Node(host=host, model=model, plan=plan, places=where, versions=versions, measured=measured)
 
 
 def plan_unmade(model: ModelFacts, parsed: Parsed, directories: Directories, worker_python: str, *,

@@ -12,19 +12,21 @@ No I/O, no clock, no environment: the same facts give the same plan.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from appliance import budget, ladder, launch, parsers, tuning
-from appliance.budget import MemoryItem, Shape, show
+from appliance.bounds import NUMA_BOUND, UNKNOWN_CEILING, lowest_ceiling, misfit, node_bytes, usable_bytes
+from appliance.budget import MemoryItem, Shape
+from appliance.engines import EngineChoice, choose_engines, engines_refusal
 from appliance.facts import HostFacts, KernelTrial, ModelFacts
-from appliance.fitting import BATCHES, Fitting, contexts
+from appliance.fitting import BATCHES, Fitting, contexts, lost
 from appliance.launch import Dials, Places
 from appliance.measured import Record
 from appliance.quantize.format import NATIVE_VARIANTS, PLAIN_DECODERS, parse_config
 from appliance.refusal import Refusal, early_refusal, ranges
 from appliance.settings import Settings
-from appliance.threads import choose_threads
+from appliance.threads import ThreadChoice, choose_threads
 from appliance.tuning import Preference
 
 SCHEMA = 1
@@ -33,9 +35,6 @@ BLOCK = 32
 SAFE_DEQUANT_THRESHOLD = 2
 DECODER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """One of them kept in bf16, and the layers run one operator at a time."""
-NUMA_BOUND = "NUMA node"
-UNKNOWN_CEILING = Refusal(exit_code=76, what="the memory ceiling is unknown", do="set memory.ceiling in the settings",
-                          why="neither /proc/meminfo nor a cgroup limit can be read")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +49,8 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
+    """`engines`: the CPUs of each, empty for one; `threads` and `kv_bytes` are then each one's, `running` is of all."""
+
     id: str
     changes: Mapping[str, Any]
     argv: tuple[str, ...]
@@ -60,10 +61,13 @@ class Rung:
     context: int
     kv_bytes: int
     running: int
+    engines: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
+    """`tuned`: name -> value of what measurements decided otherwise than rules of thumb would; JSON values."""
+
     schema: int
     fingerprint: str
     model: str
@@ -76,6 +80,7 @@ class Plan:
     usable_bytes: int | None
     choices: tuple[Choice, ...]
     refused: Refusal | None
+    tuned: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def full(self) -> Rung:
@@ -103,23 +108,22 @@ def make_plan(
     choices: list[Choice] = [_tier_choice(host)]
     kernel = tuning.served_kernel(settings.kernel, kernels, trial)
     threads = choose_threads(host.topology, settings, tuning.thread_trials(measured, model.digest, kernel))
-    choices.append(Choice(name="threads", value=threads.count, reason=threads.reason, evidence=threads.evidence))
-    if threads.cpus is not None:
-        choices.append(Choice(name="cpus", value=ranges(threads.cpus), evidence=threads.evidence,
-                              reason="the worker is confined to the chosen cores"))
+    if impossible := engines_refusal(host.topology, settings, experts=bool(model.experts)):
+        return _refused(host, model, Refusal(exit_code=78, what=f"cpu.engines {settings.cpu.engines} is impossible",
+                                             why=impossible, do="set cpu.engines to auto"), ())
+    engines = choose_engines(host.topology, settings, threads, experts=bool(model.experts))
     gemm = _gemm(tier, model, measured)
     rows = tuning.library_rows(measured, model.digest, gemm.value) if tier == "amx" else None
     choices += _kernel_choices(kernel, tier, model, settings, trial, measured, gemm, rows)
     choices += _measurements(measured)
     running = settings.max_running or _default_running(threads.count)
-    choices.append(_running_choice(running, threads.count, settings))
     kept = {layer.name.removesuffix(".weight").rpartition(".")[2] for layer in model.kept}
     fused = (kernel == "native" and model.architecture in PLAIN_DECODERS and settings.compile is not True
              and kept.isdisjoint(DECODER_LINEARS))
     compiled = tuning.served(measured, model.digest, "compile", True) if settings.compile is None else None
     can_compile, compile_reason, compile_evidence = _compile(host, settings, compiled, fused=fused)
-    ceiling, ceiling_source = _ceiling(host, settings, threads.cpus)
-    usable = _usable(host, ceiling, settings)
+    ceiling, ceiling_source = lowest_ceiling(host, settings, threads.cpus, EngineChoice())
+    usable = usable_bytes(host, ceiling, settings)
     batch = tuning.served(measured, model.digest, "batch_tokens", BATCHES[0])
     blocks = tuning.served(measured, model.digest, "block", BLOCK)
     block = int(blocks.value) if blocks else BLOCK
@@ -130,8 +134,21 @@ def make_plan(
                       block=block, gemm_bytes=2 if gemm.value == "bf16" else 4, mapped=mapped,
                       batch=int(batch.value) if batch else BATCHES[0])
     shape = fitting.fit(usable)
+    if engines.cpus:
+        share = -(-settings.max_running // engines.count) if settings.max_running else _default_running(engines.threads)
+        several = replace(fitting, running=share, engines=engines.count, copies=engines.count if engines.apart else 1,
+                          node_bytes=node_bytes(host, settings, engines))
+        wide, wide_source = lowest_ceiling(host, settings, threads.cpus, engines)
+        spread = several.fit(usable_bytes(host, wide, settings) or 0)
+        if settings.cpu.engines is None and (worse := lost(shape, spread)):
+            engines = EngineChoice(reason=f"{engines.count} engines {worse}", evidence="memory arithmetic")
+        else:
+            fitting, shape, ceiling, ceiling_source = several, spread, wide or 0, wide_source
+            usable = usable_bytes(host, wide, settings) or 0
+    choices[1:1] = _thread_choices(threads, engines)
+    choices.append(_running_choice(fitting.running, engines.threads or threads.count, settings, engines))
     if shape is None:
-        return _refused(host, model, _refusal(fitting, ceiling, usable, settings), tuple(choices))
+        return _refused(host, model, misfit(fitting, ceiling, usable, settings), tuple(choices))
     lines = fitting.lines(shape)
     if can_compile and not shape.compile:
         compile_reason, compile_evidence = "the compiler's peak does not fit under the ceiling", "memory arithmetic"
@@ -152,20 +169,31 @@ def make_plan(
                     "dequant_threshold": _threshold(kernel, model, measured).value, "kernel": kernel,
                     "wide_residual": wide}
     dials = Dials(
-        model_name=model.name, quantization=quantization, kernel=kernel, threads=threads.count, cpus=threads.cpus,
+        model_name=model.name, quantization=quantization, kernel=kernel, threads=engines.threads or threads.count,
+        cpus=tuple(sorted(cpu for cpus in engines.cpus for cpu in cpus)) or threads.cpus,
+        engines=engines.cpus, copied=mapped and engines.apart,
         context=shape.context, running=shape.running, batch_tokens=shape.batch_tokens,
         kv_bytes=budget.kv_bytes(model, shape, block), block=block, compile=shape.compile,
         capability=launch.ATEN_CAPABILITY[tier], compiler=host.software.compiler, drain_s=settings.drain_s,
         tools=tools.parser, reasoning=reasoning.parser, variant=_variant(kernel, model, settings, trial, measured),
         gemm=gemm.value if gemm.value != _tier_gemm(tier) else "", library_rows=str(rows.value) if rows else "",
     )
+    rule = choose_threads(host.topology, settings)
+    decided = {
+        "threads": (threads.count, rule.count), "cpus": (ranges(threads.cpus or ()), ranges(rule.cpus or ())),
+        "variant": (dials.variant, _variant(kernel, model, settings, trial, None)), "gemm": (dials.gemm, ""),
+        "batch tokens": (fitting.batch, BATCHES[0]), "block": (block, BLOCK),
+        "compile": (can_compile, _compile(host, settings, None, fused=fused)[0]),
+        "library rows": (dials.library_rows, ""),
+        "dequant_threshold": (quantization["dequant_threshold"], SAFE_DEQUANT_THRESHOLD)}
     unmapped = replace(fitting, mapped=False).fit(usable)
     rungs = tuple(_rung(name, changes, dials, places, settings)
                   for name, changes in ladder.changes(dials, model, shape, unmapped))
     phase, peak = budget.peak(lines)
     return Plan(schema=SCHEMA, fingerprint=host.fingerprint, model=model.name, tier=host.cpu.tier, rungs=rungs,
                 memory=lines, peak_phase=phase, peak_bytes=peak, ceiling_bytes=ceiling, usable_bytes=usable,
-                choices=tuple(choices), refused=None)
+                choices=tuple(choices), refused=None,
+                tuned={name: value for name, (value, by_rule) in decided.items() if value != by_rule})
 
 
 def _refused(host: HostFacts, model: ModelFacts, refusal: Refusal, choices: tuple[Choice, ...]) -> Plan:
@@ -184,11 +212,37 @@ def _tier_choice(host: HostFacts) -> Choice:
                   evidence="flags, XGETBV and a child process that ran the instructions")
 
 
-def _running_choice(running: int, threads: int, settings: Settings) -> Choice:
+def _thread_choices(threads: ThreadChoice, engines: EngineChoice) -> Iterator[Choice]:
+    if not engines.cpus:
+        yield Choice(name="threads", value=threads.count, reason=threads.reason, evidence=threads.evidence)
+    elif engines.threads == threads.count:
+        own = [part for part in threads.reason.split("; ") if not part.startswith(NUMA_BOUND)]
+        yield Choice(name="threads", value=engines.threads, reason="; ".join([*own, "in each engine"]),
+                     evidence=threads.evidence)
+    else:
+        yield Choice(name="threads", value=engines.threads, reason="as many as the engine with the fewest cores has",
+                     evidence=engines.evidence)
+    if engines.reason:
+        yield Choice(name="engines", value=engines.count, reason=engines.reason, evidence=engines.evidence)
+    if engines.cpus:
+        yield Choice(name="cpus", value=" | ".join(map(ranges, engines.cpus)), evidence=engines.evidence,
+                     reason="each engine is confined to its cores")
+        yield Choice(name="weights", value="copied" if engines.apart else "shared", evidence="NUMA nodes", reason=(
+            "a copy in each engine's own memory: the page cache is one copy, on one node, far from the others"
+            if engines.apart else "all engines lie on one node and map the same pages"))
+    elif threads.cpus is not None:
+        yield Choice(name="cpus", value=ranges(threads.cpus), evidence=threads.evidence,
+                     reason="the worker is confined to the chosen cores")
+
+
+def _running_choice(running: int, threads: int, settings: Settings, engines: EngineChoice) -> Choice:
     if settings.max_running:
-        return Choice(name="max running requests", value=running, reason="set by the operator", evidence="settings")
-    return Choice(name="max running requests", value=running, evidence=f"{threads} threads",
-                  reason="one read of the weights serves all of them; more would each be too slow on these threads")
+        return Choice(name="max running requests", value=settings.max_running, reason="set by the operator",
+                      evidence="settings")
+    each = f"{running} in each engine: " if engines.cpus else ""
+    return Choice(name="max running requests", value=running * engines.count, evidence=f"{threads} threads",
+                  reason=f"{each}one read of the weights serves all of them; more would each be too slow on these "
+                         "threads")
 
 
 def _kernel_choices(
@@ -290,48 +344,6 @@ def _compile(host: HostFacts, settings: Settings, measured: Preference | None, *
     return True, "fuses the work between matrix products; cached for later starts", host.software.compiler
 
 
-def _ceiling(host: HostFacts, settings: Settings, cpus: tuple[int, ...] | None) -> tuple[int | None, str]:
-    """The lowest of the node's own ceiling, the operator's, and the NUMA node that the worker runs on: vLLM refuses a
-    cache that does not lie there whole."""
-    bounds = [(host.memory.ceiling_bytes, host.memory.ceiling_source),
-              (settings.memory.ceiling, "settings memory.ceiling")]
-    if sum(bool(node.memory_bytes) for node in host.topology.nodes) > 1:
-        first = min(cpus or host.topology.allowed, default=None)
-        bounds += [(node.memory_bytes, f"{NUMA_BOUND} {node.node}, which the worker runs on")
-                   for node in host.topology.nodes if first in node.cpus]
-    known = [(size, source) for size, source in bounds if size is not None]
-    return min(known, key=lambda bound: bound[0], default=(None, host.memory.ceiling_source))
-
-
-def _usable(host: HostFacts, ceiling: int | None, settings: Settings) -> int | None:
-    """What the worker may use: the ceiling less its reserve; and of what is free below the node's own ceiling and on
-    the host now, all but the operator's reserve (or 128 MiB)."""
-    if ceiling is None:
-        return None
-    usable = ceiling - budget.reserve_bytes(ceiling, settings.memory.reserve)
-    keep = settings.memory.reserve if settings.memory.reserve is not None else budget.LEAST_RESERVE_BYTES
-    if host.memory.ceiling_bytes is not None and host.memory.used_bytes is not None:
-        usable = min(usable, host.memory.ceiling_bytes - host.memory.used_bytes - keep)
-    if host.memory.available_bytes is not None:
-        usable = min(usable, host.memory.available_bytes - keep)
-    return max(usable, 0)
-
-
-def _refusal(fitting: Fitting, ceiling_now: int, usable: int, settings: Settings) -> Refusal:
-    shape = fitting.smallest()
-    need, reserve = fitting.needed_bytes(shape), settings.memory.reserve
-    if need <= ceiling_now - budget.reserve_bytes(ceiling_now, reserve):
-        # Only what others hold at this moment stands against it: a later try may succeed.
-        return Refusal(exit_code=75, what=f"{fitting.model.name} does not fit now",
-                       why=f"{shape.context} tokens of context need {show(need)}, free are {show(usable)} of a ceiling "
-                           f"of {show(ceiling_now)}", do="stop other programs, or use a smaller model")
-    ceiling = need + reserve if reserve is not None else max(need * 10 // 9 + 1, need + 128 * budget.MIB)
-    return Refusal(exit_code=76, what=f"{fitting.model.name} does not fit",
-                   why=f"{shape.context} tokens of context need {show(need)}, usable are {show(usable)}",
-                   do=f"have {show(need)} free and raise the memory ceiling to {show(ceiling)} or more, "
-                      "or use a smaller model")
-
-
 def _with_more(fitting: Fitting, shape: Shape, ceiling: int, ceiling_source: str, usable: int,
                settings: Settings) -> Iterator[Choice]:
     """What one GiB more of ceiling, and of free memory, would buy."""
@@ -365,7 +377,7 @@ def _shape_choices(fitting: Fitting, settings: Settings, shape: Shape, ceiling: 
     yield Choice(name="key/value cache", value=budget.kv_bytes(model, shape, fitting.block),
                  evidence="memory arithmetic",
                  reason=f"room for {contexts(shape.sequences)} at {budget.kv_bytes_per_token(model)} bytes "
-                        f"a token{window}")
+                        f"a token{window}" + (f", in each of {fitting.engines} engines" if fitting.engines > 1 else ""))
     measured = batch is not None and shape.batch_tokens == batch.value
     yield Choice(name="batch tokens", value=shape.batch_tokens,
                  evidence=batch.evidence if batch and measured else "memory arithmetic",
@@ -383,4 +395,4 @@ def _rung(name: str, changes: Mapping[str, Any], dials: Dials, places: Places, s
     return Rung(id=name, changes=dict(changes), argv=launch.argv(changed, places, settings),
                 env=launch.env(changed, places, settings), quantization=dict(changed.quantization),
                 threads=changed.threads, cpus=changed.cpus, context=changed.context, kv_bytes=changed.kv_bytes,
-                running=changed.running)
+                running=min(changed.seats, settings.max_running or changed.seats), engines=changed.engines)

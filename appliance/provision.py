@@ -26,7 +26,7 @@ from appliance.directories import Directories
 from appliance.errors import ApplianceError
 from appliance.jobs import Event, ending_on_sigterm, worker_contract
 from appliance.library import Recipe, add_model, prepare_model
-from appliance.node import refuse_early
+from appliance.node import read_node, refuse_early
 from appliance.report import reporting
 from appliance.settings import DEFAULT_MODEL, Parsed
 from appliance.store import Store
@@ -51,7 +51,8 @@ class Order:
 
 def provision(order: Order, *, env: Mapping[str, str], on_event: Callable[[Event], None]) -> Mapping[str, Any]:
     """Make model and layout present and see that they are whole. Returns `{digest, cached, seconds, note, mended,
-    versions}`; `mended` is a sentence on damage that was found.
+    versions, figures}`; `mended` is a sentence on damage that was found, `figures` what measurements decide for this
+    model and these settings (`Plan.tuned`), None where that is not known now.
 
     Raises what adding the model raises, ModelError for a damaged model that cannot be made again.
     """
@@ -88,9 +89,19 @@ def provision(order: Order, *, env: Mapping[str, str], on_event: Callable[[Event
     if order.digest is None and not order.repair:  # a start after a fault is not held up
         note += first.measure(parsed, places, order.worker_python, env=env, model_name=order.model, digest=digest,
                               on_event=on_event)
+    versions, figures = _planned(parsed, places, order, digest, env=env)
     return {"digest": digest, "cached": cached, "seconds": time.monotonic() - began, "note": note.rstrip("; "),
-            "mended": mended,
-            "versions": worker_contract(order.worker_python, env=env)["versions"]}
+            "mended": mended, "versions": versions, "figures": figures}
+
+
+def _planned(parsed: Parsed, places: Directories, order: Order, digest: str, *,
+             env: Mapping[str, str]) -> tuple[Mapping[str, str], Mapping[str, Any] | None]:
+    """The worker's versions, and what measurements decide. Raises ConfigError when the worker cannot be asked."""
+    try:
+        node = read_node(parsed, places, order.worker_python, env=env, model_name=order.model, digest=digest)
+    except (ApplianceError, OSError):  # the agent meets it again, and says so
+        return worker_contract(order.worker_python, env=env)["versions"], None
+    return node.versions, None if node.plan.refused else node.plan.tuned
 
 
 def main() -> int:

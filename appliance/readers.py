@@ -40,6 +40,21 @@ def whole(low: int, high: int) -> Reader:
     return read
 
 
+def whole_or_auto(low: int, high: int) -> Reader:
+    """A whole number; `auto`, which is None, leaves it to the plan."""
+    number = whole(low, high)
+
+    def read(key: str, value: Any, origin: str) -> int | None:
+        if value == "auto":
+            return None
+        try:
+            return int(number(key, value, origin))
+        except ConfigError:
+            raise _wrong(key, value, origin, f"a whole number from {low} to {high}, or auto") from None
+
+    return read
+
+
 def seconds(key: str, value: Any, origin: str) -> float:
     try:
         number = float(value)

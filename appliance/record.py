@@ -166,6 +166,11 @@ class Record:
         self.failed.pop(candidate.id, None)
         self.note("kept", sentence, candidate.id, now=now)
 
+    def adopt(self, candidate: Candidate, sentence: str, *, now: float) -> None:
+        """The good one, planned by other figures: it stays the good one."""
+        self.good = candidate
+        self.note("figures", sentence, candidate.id, now=now)
+
     def fail_trial(self, candidate: Candidate, reason: str, *, now: float, event: str = "rolled-back") -> None:
         """The candidate is given up, for this reason. The good one never is: nothing would be left to serve."""
         self.trial = None
@@ -177,7 +182,13 @@ class Record:
 
     def roll_back_refusal(self) -> str | None:
         """Why there is nothing to go back to; None when there is."""
-        if self.good is not None and (self.trial is not None or (self.previous is not None and not self._went_back())):
+        if self.good is not None and self.trial is not None:
+            return None
+        if self.good is not None and self.previous is not None and not self._went_back():
+            version = trial.worker_version(self.previous.worker_python)
+            if version and not Path(self.previous.worker_python).exists():
+                return (f"the worker before, {version}, went when its successor was kept; "
+                        f"`apt install appliance={version} appliance-worker={version}` brings it back")
             return None
         if self.good is not None and self._went_back():
             return "the last good configuration is served already; choose another with `applianctl apply`"

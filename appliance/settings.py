@@ -46,8 +46,11 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Cpu:
+    """`threads`: of each engine; `engines`: how many, None = the plan decides."""
+
     threads: int | None = None
     cpus: tuple[int, ...] | None = None
+    engines: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +247,7 @@ KEYS: Mapping[str, readers.Reader] = {
     "memory.reserve": readers.size,
     "cpu.threads": readers.whole(1, 1024),
     "cpu.cpus": readers.cpus,
+    "cpu.engines": readers.whole_or_auto(1, 64),
     "context": readers.whole(16, 100_000_000),
     "max_running": readers.whole(1, 4096),
     "max_queued": readers.whole(0, 1_000_000),

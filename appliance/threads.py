@@ -1,4 +1,4 @@
-"""PURE: how many threads the worker gets, and on which CPUs.
+"""PURE: how many threads an engine gets, and on which CPUs; `appliance.engines` says how many engines there are.
 
 Measured on this node with this model where that was done; else one thread per physical performance core of one NUMA
 node. Never more than the CPU quota pays for; the operator's word always wins.
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from appliance.facts import TopologyFacts
-from appliance.measured import PREFILL_TOK_S, SAME, TOK_S, Trial, by_threads, cite
+from appliance.facts import Core, TopologyFacts
+from appliance.measured import PREFILL_TOK_S, SAME, TOK_S, Trial, by_threads, cite, reaches
 from appliance.refusal import ranges
 from appliance.settings import Settings
 
@@ -62,7 +62,7 @@ def _by_measure(topology: TopologyFacts, rule: ThreadChoice, tried: Sequence[Tri
     if len(usable) < 2 and not any(trial.failure for trial in tried):
         return None  # one figure alone compares nothing
     fastest = max((trial.median(TOK_S) for trial in usable), default=0.0)
-    equal = [trial for trial in usable if trial.median(TOK_S) >= fastest * (1 - SAME)]
+    equal = [trial for trial in usable if reaches(trial, TOK_S, fastest)]
     if not equal:
         return None
     prompts = max(trial.median(PREFILL_TOK_S) for trial in equal)
@@ -77,13 +77,17 @@ def _by_measure(topology: TopologyFacts, rule: ThreadChoice, tried: Sequence[Tri
                         evidence=cite(by_threads(tried), TOK_S, "tok/s"))
 
 
-def _by_rule(topology: TopologyFacts) -> ThreadChoice:
-    cores = topology.cores
-    kinds = {core.kind for core in cores}
-    notes: list[str] = []
+def computing_cores(topology: TopologyFacts) -> tuple[tuple[Core, ...], list[str]]:
+    """The cores that are worth a thread, and what was left out."""
+    kinds = {core.kind for core in topology.cores}
     if "performance" in kinds and "efficiency" in kinds:
-        cores = tuple(core for core in cores if core.kind == "performance")
-        notes.append("efficiency cores left out: the slowest thread sets the pace of every layer")
+        return (tuple(core for core in topology.cores if core.kind == "performance"),
+                ["efficiency cores left out: the slowest thread sets the pace of every layer"])
+    return topology.cores, []
+
+
+def _by_rule(topology: TopologyFacts) -> ThreadChoice:
+    cores, notes = computing_cores(topology)
     nodes = sorted({core.node for core in cores if core.node is not None})
     if len(nodes) > 1:
         best = max(nodes, key=lambda node: (sum(core.node == node for core in cores), -node))

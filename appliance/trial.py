@@ -1,6 +1,7 @@
 """PURE: a new model, setting or worker version is on trial until it has proved itself; else the last good one serves.
 
-    candidate    what would be served: model digest, the settings that reach the worker, the worker and its versions
+    candidate    what would be served: model digest, the settings that reach the worker, the worker and its versions,
+                 and what the node's measurements decide otherwise than rules of thumb (`Plan.tuned`)
     choose       wanted, last good, failed ones -> which candidate to serve, and whether it is on trial
     judge        the verdicts over a running trial -> Pass, Fail or None (not known yet)
 
@@ -12,6 +13,8 @@ Rules:
 * The very first candidate is on trial too; it has nothing to go back to, so its failures are those of the service.
 * The same worker folder with other versions in it cannot be turned back: the last good model and settings are then
   served by the versions that are there.
+* Other figures alone need no trial, as they count at the next start, unless the operator asked for them
+  (`tune --apply`). Figures that failed theirs are not served again, like everything else that failed.
 * A trial fails when one verdict fails, and passes when all pass. Whether a fault ends a trial is decided by
   `appliance.recovery` (`roll-back`).
 * Times are measured durations; wall clocks are kept to be shown.
@@ -23,13 +26,13 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from appliance.settings import Settings, from_tree, to_dict
 
-WORKER_KEYS = ("memory.ceiling", "memory.reserve", "cpu.threads", "cpu.cpus", "context", "max_running", "kernel",
-               "dtype", "compile", "worker.env", "worker.extra_args")
+WORKER_KEYS = ("memory.ceiling", "memory.reserve", "cpu.threads", "cpu.cpus", "cpu.engines", "context", "max_running",
+               "kernel", "dtype", "compile", "worker.env", "worker.extra_args")
 """The settings that change what the worker does; all others may change without a trial."""
 MAX_STARTS = 3
 """Starts of a trial without becoming ready, agent restarts and power cuts included."""
@@ -37,7 +40,8 @@ MAX_STARTS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Made by `candidate`. `id`: 12 hex digits over all but the model's name; `settings`: dotted key -> JSON value."""
+    """Made by `candidate`. `id`: 12 hex digits over all but the model's name; `settings`: dotted key -> JSON value;
+    `figures`: what measurements decided, empty where they decide nothing or none are known."""
 
     id: str
     model: str
@@ -45,6 +49,7 @@ class Candidate:
     settings: Mapping[str, Any]
     worker_python: str
     versions: Mapping[str, str]
+    figures: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -52,17 +57,36 @@ class Candidate:
 
 
 def comparable(old: Candidate, new: Candidate) -> bool:
-    """Whether only worker and versions differ, so that a difference in speed is the upgrade's."""
+    """Whether only worker, versions and figures differ, so that a difference in speed is theirs."""
     return (old.digest, dict(old.settings)) == (new.digest, dict(new.settings)) and old.id != new.id
 
 
+def only_figures(old: Candidate, new: Candidate) -> bool:
+    """Whether nothing else differs than what measurements decided."""
+    return old.id != new.id and with_figures(old, new.figures).id == new.id
+
+
+def with_figures(what: Candidate, figures: Mapping[str, Any]) -> Candidate:
+    """The same, planned by other figures."""
+    return candidate(model=what.model, digest=what.digest, settings=what.settings, worker_python=what.worker_python,
+                     versions=what.versions, figures=figures)
+
+
 def candidate(*, model: str, digest: str, settings: Mapping[str, Any], worker_python: str,
-              versions: Mapping[str, str]) -> Candidate:
-    """`settings`: of `worker_settings`; `versions`: what the worker says of itself."""
-    what = {"digest": digest, "settings": dict(settings), "worker_python": worker_python, "versions": dict(versions)}
+              versions: Mapping[str, str], figures: Mapping[str, Any] | None = None) -> Candidate:
+    """`settings`: of `worker_settings`; `versions`: what the worker says of itself; `figures`: `Plan.tuned`."""
+    what = {"digest": digest, "settings": dict(settings), "worker_python": worker_python, "versions": dict(versions),
+            **({"figures": dict(figures)} if figures else {})}
     text = json.dumps(what, sort_keys=True, separators=(",", ":"))
     return Candidate(id=hashlib.sha256(text.encode()).hexdigest()[:12], model=model, digest=digest,
-                     settings=json.loads(text)["settings"], worker_python=worker_python, versions=dict(versions))
+                     settings=json.loads(text)["settings"], worker_python=worker_python, versions=dict(versions),
+                     figures=dict(figures or {}))
+
+
+def worker_version(python: str) -> str | None:
+    """The version of a worker that a package has put into a folder of its own; None for another worker."""
+    *_, folder, version, _, _ = ("", "", "", "", *python.split("/"))
+    return version if folder == "workers" else None
 
 
 def to_json(what: Candidate) -> dict[str, Any]:
@@ -74,7 +98,8 @@ def from_json(tree: Any) -> Candidate | None:
     try:
         return candidate(model=str(tree["model"]), digest=str(tree["digest"]), settings=dict(tree["settings"]),
                          worker_python=str(tree["worker_python"]),
-                         versions={str(k): str(v) for k, v in dict(tree["versions"]).items()})
+                         versions={str(k): str(v) for k, v in dict(tree["versions"]).items()},
+                         figures=dict(tree.get("figures") or {}))
     except (KeyError, TypeError, ValueError):
         return None
 
@@ -108,7 +133,11 @@ def difference(old: Candidate, new: Candidate) -> str:
         elif old.settings.get(key) != new.settings.get(key):
             parts.append(f"{key}: {_shown(old.settings.get(key))} -> {_shown(new.settings.get(key))}")
     if old.worker_python != new.worker_python:
-        parts.append(f"worker: {old.worker_python} -> {new.worker_python}")
+        parts.append(f"worker: {worker_version(old.worker_python) or old.worker_python} -> "
+                     f"{worker_version(new.worker_python) or new.worker_python}")
+    for name in _differing(old.figures, new.figures):
+        before, after = (one.figures.get(name, "rule of thumb") for one in (old, new))
+        parts.append(f"measured {name}: {before} -> {after}")
     for name in _differing(old.versions, new.versions):
         parts.append(f"{name}: {old.versions.get(name, 'none')} -> {new.versions.get(name, 'none')}")
     return "; ".join(parts)
@@ -120,20 +149,24 @@ def difference(old: Candidate, new: Candidate) -> str:
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """`fallback`: what to roll back to, or None; `instead`: something else than what is wanted is served; `sentence`:
-    why this one, empty when it is simply the wanted one."""
+    why this one, empty when it is simply the wanted one; `adopted`: it takes the good one's place without a trial."""
 
     candidate: Candidate
     on_trial: bool
     sentence: str
     fallback: Candidate | None = None
     instead: bool = False
+    adopted: bool = False
 
 
-def choose(wanted: Candidate, good: Candidate | None, failed: Mapping[str, str]) -> Choice:
-    """`failed`: id -> the reason for which that candidate was given up."""
+def choose(wanted: Candidate, good: Candidate | None, failed: Mapping[str, str], *, asked: bool = False) -> Choice:
+    """`failed`: id -> the reason for which that candidate was given up; `asked`: the operator asked for the wanted
+    one's figures."""
     fallback = _available(wanted, good, failed)
     if good is not None and wanted.id == good.id:
         return Choice(candidate=wanted, on_trial=False, sentence="")
+    if good is not None and only_figures(good, wanted) and not asked and wanted.id not in failed:
+        return Choice(candidate=wanted, on_trial=False, adopted=True, sentence="")
     if wanted.id not in failed:
         change = difference(good, wanted) if good else ""
         return Choice(candidate=wanted, on_trial=True, fallback=fallback,
@@ -152,7 +185,7 @@ def _available(wanted: Candidate, good: Candidate | None, failed: Mapping[str, s
         return None
     if good.worker_python == wanted.worker_python and good.versions != wanted.versions:
         good = candidate(model=good.model, digest=good.digest, settings=good.settings,
-                         worker_python=good.worker_python, versions=wanted.versions)
+                         worker_python=good.worker_python, versions=wanted.versions, figures=good.figures)
     return None if good.id == wanted.id or good.id in failed else good
 
 
@@ -186,9 +219,9 @@ def start_refusal(trial: Trial) -> str | None:
 class TrialView:
     """What verdicts judge. `answered_s`: how long the present worker has answered without a fault, 0 while it does not.
 
-    `trial_s`: the setting. `speed_before`: tokens/s of the last good candidate where only versions differ from it, else
-    None; `speed_now`: of this one, None until it is measured; `loss_pct`, `roll_back_on_loss`: what an upgrade may
-    lose, and whether more than that ends its trial.
+    `trial_s`: the setting. `speed_before`: tokens/s of the last good candidate where it is `comparable`, else None;
+    `speed_now`: of this one, None until it is measured; `loss_pct`, `roll_back_on_loss`: what may be lost, and whether
+    more than that ends the trial.
     """
 
     trial: Trial
@@ -223,14 +256,14 @@ def health(view: TrialView) -> Pass | Fail | None:
 
 
 def speed(view: TrialView) -> Pass | Fail | None:
-    """An upgrade must not make it slower. Nothing to compare passes; so does a service that is never idle enough to be
-    measured, after twice the trial."""
+    """An upgrade or other figures must not make it slower. Nothing to compare passes; so does a service that is never
+    idle enough to be measured, after twice the trial."""
     if view.speed_before is None:
         return Pass(sentence="")
     if view.speed_now is None:
         return Pass(sentence="its speed could not be measured") if view.answered_s >= 2 * view.trial_s else None
     loss_pct = 100 * (1 - view.speed_now / view.speed_before)
-    figures = f"{view.speed_now:.1f} tokens/s, {view.speed_before:.1f} before the upgrade"
+    figures = f"{view.speed_now:.1f} tokens/s, {view.speed_before:.1f} before"
     if loss_pct <= view.loss_pct:
         return Pass(sentence=figures)
     lost = f"{figures}: {loss_pct:.0f} % slower, {view.loss_pct:g} % are allowed"

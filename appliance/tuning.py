@@ -75,7 +75,7 @@ def variant(record: Record | None, model: str, *, left_out: Sequence[str]) -> Pr
     if len(usable) < 2:
         return None
     top = max(trial.median(TOK_S) for trial in usable)
-    equal = [trial for trial in usable if trial.median(TOK_S) >= top * (1 - SAME)]
+    equal = [trial for trial in usable if measured.reaches(trial, TOK_S, top)]
     prompts = max(trial.median(PREFILL_TOK_S) for trial in equal)
     chosen = next(trial for trial in equal if trial.median(PREFILL_TOK_S) >= prompts * (1 - SAME))
     return Preference(value=chosen.settings["variant"], reason="fastest of those measured on one row, then on a prompt",
@@ -103,7 +103,7 @@ def served(record: Record | None, model: str, name: str, default: Any) -> Prefer
         return None
     fastest = max(usable, key=score)
     own = next((trial for trial in usable if trial.settings[name] == default), None)
-    if own is not None and score(own) >= score(fastest) * (1 - SAME):
+    if own is not None and score(own, best=True) >= score(fastest) * (1 - SAME):
         fastest = own
     words = {True: "on", False: "off"}
     said = ", ".join(f"{words.get(trial.settings[name], trial.settings[name])}: {_figures(trial)}" for trial in tried)
@@ -111,9 +111,12 @@ def served(record: Record | None, model: str, name: str, default: Any) -> Prefer
     return Preference(value=fastest.settings[name], evidence=f"measured: {said}", reason=reason)
 
 
-def score(trial: Trial) -> float:
-    """One figure for a whole worker: the geometric mean of decode, prefill and four streams."""
-    product = trial.median(TOK_S) * trial.median(PREFILL_TOK_S) * trial.median(STREAMS_TOK_S)
+def score(trial: Trial, *, best: bool = False) -> float:
+    """One figure for a whole worker: the geometric mean of decode, prefill and four streams; `best`: of the best repeat
+    of each."""
+    product = 1.0
+    for name in (TOK_S, PREFILL_TOK_S, STREAMS_TOK_S):
+        product *= trial.figures[name].high if best and trial.median(name) else trial.median(name)
     return float(product ** (1 / 3))
 
 
@@ -123,14 +126,15 @@ def threshold(record: Record | None, model: str) -> Preference | None:
     if record is None or not measured.canary_passed(record):
         return None
     trials = [trial for trial in record.of(WEIGHTS, model) if trial.settings.get("kernel") == "aten"]
-    own = next((trial for trial in trials if trial.settings.get("route") == OWN), None)
     int4 = next((trial for trial in trials if trial.settings.get("route") == INT4 and not trial.failure), None)
+    own = next((trial for trial in trials if int4 is not None and not trial.failure  # the same, threads included
+                and dict(trial.settings) == {**int4.settings, "route": OWN}), None)
     if own is None or int4 is None:
         return None
     highest = 1
     for rows in sorted(measured.rows_of(name) for name in int4.figures if name in own.figures):
         name = measured.rows_figure(rows)
-        if rows > 1 and int4.median(name) <= own.median(name):
+        if rows > 1 and int4.median(name) <= own.median(name) * (1 + SAME):
             break
         highest = max(highest, rows)
     if highest < 2:
@@ -216,4 +220,6 @@ def _alternatives(record: Record, model: str, name: str) -> tuple[Trial, ...]:
 def _figures(trial: Trial) -> str:
     if trial.failure:
         return trial.failure
+    if not trial.median(TOK_S):
+        return "disturbed"
     return f"{trial.median(TOK_S):.1f} tok/s, prompts {trial.median(PREFILL_TOK_S):.0f} tok/s"

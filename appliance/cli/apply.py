@@ -149,7 +149,8 @@ def check(app: Application, change: Change) -> None:
         node = read_node(change.new, places, python, env=app.env, model_name=change.name)
         if refusal := node.plan.refused:
             raise refusal.error()
-        given_up = record.load(app.directories.state, keep=True).failed.get(_wanted_id(app, change, python))
+        wanted = _wanted_id(app, change, python, node.plan.tuned)
+        given_up = record.load(app.directories.state, keep=True).failed.get(wanted)
         if given_up is not None:
             raise ConfigError("this configuration was given up before", why=given_up,
                               do="run `applianctl reset` to have it tried again")
@@ -214,14 +215,14 @@ def follow(app: Application, before: Mapping[str, Any], *, timeout_s: float) -> 
         time.sleep(0.2)
 
 
-def _wanted_id(app: Application, change: Change, python: str) -> str:
+def _wanted_id(app: Application, change: Change, python: str, figures: Mapping[str, Any]) -> str:
     """What the agent will call this candidate, unless flags of its own command line win."""
     from appliance.jobs import worker_contract
 
     said = worker_contract(python, env=app.env)["versions"]
     return trial.candidate(
         model=change.name, digest=Store(app.directories.store).pointed(change.name), worker_python=python,
-        settings=trial.worker_settings(change.new.settings),
+        settings=trial.worker_settings(change.new.settings), figures=figures,
         versions={name: str(version) for name, version in said.items() if version}).id
 
 

@@ -10,7 +10,8 @@ import click
 from appliance.cli.application import Application
 from appliance.settings import KEYS, to_dict
 
-PLANNED = ("memory.ceiling", "memory.reserve", "cpu.threads", "cpu.cpus", "context", "max_running", "dtype", "compile")
+PLANNED = ("memory.ceiling", "memory.reserve", "cpu.threads", "cpu.cpus", "cpu.engines", "context", "max_running",
+           "dtype", "compile")
 """Keys whose unset value the plan chooses."""
 
 

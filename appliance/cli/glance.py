@@ -23,7 +23,7 @@ def render(status: Mapping[str, Any], *, now: float) -> Iterator[str]:
         ("model", _model(status)),
         ("tier, kernel", _joined(", ", status.get("tier"), status.get("kernel"))),
         ("rung", _joined(": ", status.get("rung"), status.get("rung_reason"))),
-        ("threads", status.get("threads")),
+        ("threads", _threads(status)),
         ("context", f"{status['context']} tokens" if status.get("context") is not None else None),
         ("memory", _memory(status)),
         ("speed", f"{status['tokens_per_s']:.1f} tokens/s now" if _number(status.get("tokens_per_s")) else None),
@@ -57,6 +57,12 @@ def span(seconds: float) -> str:
     if minutes < 120:
         return f"{minutes} min"
     return f"{hours} h {minutes % 60} min" if hours < 48 else f"{days} d {hours % 24} h"
+
+
+def _threads(status: Mapping[str, Any]) -> Any:
+    engines = status.get("engines")
+    many = isinstance(engines, int) and engines > 1
+    return f"{status.get('threads')} in each of {engines} engines" if many else status.get("threads")
 
 
 def _model(status: Mapping[str, Any]) -> str | None:

@@ -1,7 +1,8 @@
 """`applianctl tune`: measure this node with the model in use; show, compare and draw what was measured.
 
-Rules: nothing that serves is changed; the figures count at the next start, or now with --apply, which asks the running
-agent for a restart; an interrupted run keeps what it has and goes on from there; the plan before and after is shown.
+Rules: nothing that serves is changed; the figures count at the next start. With --apply they go on trial now, as a
+change by `applianctl apply` does, and what served before comes back if they fail. An interrupted run keeps what it has
+and goes on from there; the plan before and after is shown.
 """
 
 from __future__ import annotations
@@ -15,29 +16,35 @@ from typing import Any
 import click
 
 from appliance.cli.application import Application
-from appliance.errors import ModelError
+from appliance.errors import ConfigError, ModelError
 from appliance.facts import ModelFacts, to_json
 from appliance.measured import CANARY, PREFILL_TOK_S, SERVED, STREAMS_TOK_S, TOK_S, Record, Trial, changes
 
 SHOWN_CHOICES = ("threads", "cpus", "kernel variant", "batch tokens", "block size", "dequant_threshold",
                  "read bandwidth", "measurements")
+FOLLOW_S = 3600.0
+"""So long a trial is followed at most."""
 
 
 @click.group(invoke_without_command=True)
 @click.option("--quick", is_flag=True, help="At most 3 minutes (the default).")
 @click.option("--full", is_flag=True, help="At most 15 minutes: every row count, batches, blocks, the canary.")
 @click.option("--model", metavar="NAME", help="A stored model (default: the one in use).")
-@click.option("--budget", type=click.FloatRange(min=5), metavar="SECONDS", help="Another limit of time.")
-@click.option("--apply", "apply_now", is_flag=True, help="Then restart the running service with the new plan.")
+@click.option("--budget", type=click.FloatRange(min=5), metavar="SECONDS",
+              help="Another limit of time; below 63 whole workers may not fit.")
+@click.option("--apply", "apply_now", is_flag=True, help="Then put the running service on trial with the new plan.")
+@click.option("--wait", is_flag=True, help="With --apply: follow the trial until it is kept, rolled back or failed.")
 @click.option("--json", "as_json", is_flag=True, help="All figures and the plan as JSON.")
 @click.pass_context
 def tune(ctx: click.Context, quick: bool, full: bool, model: str | None, budget: float | None, apply_now: bool,
-         as_json: bool) -> None:
+         wait: bool, as_json: bool) -> None:
     """Measure what the plan cannot know: memory, threads, kernels, whole workers."""
     if ctx.invoked_subcommand is not None:
         return
     if quick and full:
         raise click.UsageError("Give --quick or --full, not both.")
+    if wait and (as_json or not apply_now):
+        raise click.UsageError("--wait follows a trial, in words: give --apply, and not --json.")
     from appliance import jobs
     from appliance.tune import archive, session
     from appliance.tune.child import Bench
@@ -80,7 +87,7 @@ def tune(ctx: click.Context, quick: bool, full: bool, model: str | None, budget:
     if apply_now:
         if after.refused is not None:
             raise after.refused.error()
-        _restart(app)
+        _stage(app, subject.model, after.tuned, wait=wait, err=as_json)
 
 
 @tune.command()
@@ -219,12 +226,29 @@ def _kept(record: Record) -> str:
     return f"{sum(trial.at >= record.open_since for trial in record.trials)} trials"
 
 
-def _restart(app: Application) -> None:
-    """Ask the running agent for a worker with the new plan; it drains first, as always."""
-    from appliance import client, status
+def _stage(app: Application, model: ModelFacts, figures: Mapping[str, Any], *, wait: bool, err: bool) -> None:
+    """Have the running service try what the measurements decide; nothing where it serves so already. `err`: say it on
+    standard error."""
+    from appliance import client, record, status, trial
+    from appliance.cli.apply import follow
+    from appliance.tune import archive
 
-    if status.current(app.service.runtime) is None:
-        click.echo("the service is not running: this counts at its next start")
+    running = status.current(app.service.runtime)
+    if running is None or running.get("digest") != model.digest:
+        who = "the service is not running" if running is None else f"the service does not serve {model.name} now"
+        click.echo(f"{who}: this counts at its next start", err=err)
         return
-    client.command(app.agent_socket, "restart")
-    click.echo("the service restarts with the new plan")
+    if running.get("figures") == figures:
+        click.echo("nothing to apply: the service runs by these choices already", err=err)
+        return
+    known = record.load(app.directories.state, keep=True)
+    if known.good is not None and known.good.digest == model.digest:
+        wanted = trial.with_figures(known.good, figures)
+        if (given_up := known.failed.get(wanted.id)) is not None:
+            raise ConfigError("these choices were given up before", why=given_up,
+                              do="run `applianctl reset` to have them tried again")
+    archive.apply(app.directories.state, digest=model.digest, figures=figures)
+    client.command(app.agent_socket, "reload")
+    click.echo("the running service takes it now; `applianctl status` shows its trial", err=err)
+    if wait:
+        follow(app, running, timeout_s=FOLLOW_S)

@@ -4,8 +4,9 @@ Nothing is collected: what one read brings is written at once. Leaving `answer` 
 connection to the worker, and vLLM then aborts that request. Rules:
 
 * only the headers of SENT go to the worker, only those of PASSED come back;
-* a worker that dies before its answer began is a Refusal; one that dies in the middle of an event stream ends the
-  client's stream with an error event, in the middle of anything else with a closed connection;
+* an answer begins with its first piece, a stream's too: a worker that dies or fails before is a Refusal, which can be
+  asked of another node; one that dies in the middle of an event stream ends the client's stream with an error event, in
+  the middle of anything else with a closed connection;
 * idle connections are dropped well before the worker would drop them (5 s), so none is found closed.
 
 Does not: queue, judge, or know keys.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,13 +133,17 @@ class Relay:
         sums = self.sums
         end = b""  # of the piece before: an event may be cut anywhere
         try:
-            await response.prepare(request)
             while True:
                 try:
                     piece = await reply.content.readany()
                 except (aiohttp.ClientError, OSError) as error:
                     cut = lost(error)
                     break
+                if not response.prepared:
+                    if streamed and piece.startswith(ERROR):
+                        cut = failed(piece)
+                        break
+                    await response.prepare(request)
                 flight.writing_since = clock()
                 if not piece:
                     await response.write_eof()  # here, where a client that takes nothing is noticed
@@ -174,6 +180,16 @@ def lost(error: BaseException) -> Refusal:
     if isinstance(error, aiohttp.ClientConnectorError | FileNotFoundError):
         return Refusal(503, "worker_restarting", "the worker is being restarted", retry_after_s=LOST_RETRY_S)
     return Refusal(502, "worker_lost", "the worker ended before its answer was complete; it is being restarted")
+
+
+def failed(event: bytes) -> Refusal:
+    """A stream whose first event is an error has not begun: its client gets a status that says so."""
+    try:
+        error = json.loads(event.removeprefix(b"data: ").partition(b"\n")[0])["error"]
+        status, message = int(error.get("code") or 500), str(error["message"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        status, message = 500, "the worker failed"
+    return Refusal(status if 400 <= status < 600 else 500, "worker_failed", message)
 
 
 def _passed(headers: Mapping[str, str]) -> dict[str, str]:

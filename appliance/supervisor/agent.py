@@ -156,7 +156,7 @@ class Agent:
             self.snapshot.warn("mended", str(result.get("mended") or ""))
             for note in filter(None, (result.get("mended"), result.get("note"))):
                 self.say(f"model {self.course.model}: {note}")
-            if not self.course.provisioned(str(result.get("digest")), result.get("versions") or {}, now=time.time()):
+            if not self.course.provisioned(result, now=time.time()):
                 self._turn = self._prepare  # another configuration was chosen
                 return
         except ApplianceError as error:

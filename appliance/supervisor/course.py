@@ -8,18 +8,20 @@ says so.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from appliance import disk, record, trial
+from appliance import disk, measured, record, trial, workers
 from appliance.directories import Directories
-from appliance.errors import ApplianceError, ConfigError
+from appliance.errors import ApplianceError, ConfigError, StoreError
 from appliance.faults import Fault
-from appliance.jobs import find_worker_python
+from appliance.jobs import PACKAGED_PYTHON, find_worker_python
 from appliance.library import active_name
 from appliance.node import Node, read_node
 from appliance.plan import Rung
@@ -29,6 +31,7 @@ from appliance.settings import DEFAULT_MODEL, Parsed, Settings, to_dict
 from appliance.store import Store
 from appliance.supervisor import folders
 from appliance.trial import Candidate, Choice, Pass, TrialView
+from appliance.tune import archive
 
 
 class Course:
@@ -47,6 +50,8 @@ class Course:
         self._said = ""
         self._measured: float | None = None
         self._versions: dict[str, Mapping[str, str]] = {}
+        self._figures: dict[str, Mapping[str, Any]] = {}
+        """Id of a candidate without figures -> what measurements decide for it, as its last preparation found."""
         self._parsed = Parsed(settings=Settings(), warnings=(), sources={})
         self._wanted: tuple[object, ...] = ()
         if self.record.warning:
@@ -60,18 +65,21 @@ class Course:
         Raises ConfigError when there is no worker.
         """
         # One that is named and not there is a configuration that fails its trial, not the end of a good service.
-        python = parsed.settings.worker.python or find_worker_python(parsed.settings)
+        python = parsed.settings.worker.python or self._installed(parsed.settings)
         self._parsed = parsed
         if parsed.settings.store is not None and not self._wanted:  # another store counts at the agent's next start
             self.directories = dataclasses.replace(self.directories, store=Path(parsed.settings.store))
         name = active_name(parsed, self.directories)
         before = self._wanted
         asked = json.dumps(trial.worker_settings(parsed.settings), sort_keys=True)
-        self._wanted = (name, self._digest(name), python, asked)
+        applied = archive.applied(self.directories.state)
+        self._wanted = (name, self._digest(name), python, asked, applied)
         if self.choice is None:
             return True
         served = self.choice.candidate
-        key = (served.model, served.digest, served.worker_python, json.dumps(dict(served.settings), sort_keys=True))
+        runs_so = not applied or applied == measured.decision(served.digest, served.figures)
+        key = (served.model, served.digest, served.worker_python, json.dumps(dict(served.settings), sort_keys=True),
+               applied if runs_so else "")
         if self._wanted not in (before, key):
             self._spare(served)
         if self._wanted == key and self.choice.instead:
@@ -111,12 +119,15 @@ class Course:
             directories={key: str(path) for key, path in dataclasses.asdict(self.directories).items()},
             worker_python=candidate.worker_python)
 
-    def provisioned(self, digest: str, versions: Mapping[str, str], *, now: float) -> bool:
-        """The model is present as this object, the worker there in these versions. False when that makes another
-        configuration the one to serve."""
+    def provisioned(self, result: Mapping[str, Any], *, now: float) -> bool:
+        """What the preparation of `order` found (`appliance.provision`): the model's object, the worker's versions,
+        what measurements decide. False when that makes another configuration the one to serve."""
         assert self.choice is not None
-        self._versions[self.worker_python] = versions
+        digest = str(result.get("digest"))
+        self._versions[self.worker_python] = result.get("versions") or {}
         instead = self.choice.instead
+        if (figures := result.get("figures")) is not None:
+            self._figures[self._plain(self.choice.candidate, digest).id] = figures
         self._choose(self._digest(str(self._wanted[0])) if instead else digest)
         choice = self.choice
         if choice.instead != instead or choice.candidate.digest != digest:
@@ -126,7 +137,14 @@ class Course:
             self.say(choice.sentence)
         if not choice.on_trial:
             self.record.end_trial()
+            if choice.adopted:
+                assert self.record.good is not None
+                self.record.adopt(choice.candidate, trial.difference(self.record.good, choice.candidate), now=now)
+            if not choice.instead:
+                workers.settled(self.directories.runtime)
             return True
+        if self._spare_earlier(choice.candidate, now):
+            return False
         self.record.begin_trial(choice.candidate, choice.sentence, now=now)
         refusal = trial.start_refusal(self.record.trial) if self.record.trial else None
         if refusal and choice.fallback is not None:
@@ -139,6 +157,9 @@ class Course:
         node = self.look()
         with disk.mapped("cannot prepare the worker's folders", self.directories.cache):
             folders.prepare(node.places, self.directories.cache, fingerprint=node.host.fingerprint)
+        if node.measured is not None:
+            with contextlib.suppress(StoreError):  # without it a way back leads to the rules of thumb
+                archive.keep(self.directories.state, node.measured, digest=node.model.digest, figures=node.plan.tuned)
         return node
 
     def look(self) -> Node:
@@ -151,7 +172,7 @@ class Course:
         parsed = Parsed(settings=self.settings, warnings=(), sources={"model": "the agent"})
         with disk.mapped("cannot plan", self.directories.store):
             return read_node(parsed, self.directories, candidate.worker_python, env=self.env,
-                             model_name=candidate.model, digest=candidate.digest)
+                             model_name=candidate.model, digest=candidate.digest, figures=candidate.figures)
 
     def enter(self, node: Node) -> Rung:
         """The rung to start of what `look` found. Raises what the plan refuses."""
@@ -214,18 +235,23 @@ class Course:
         if self.choice is None or not self.choice.on_trial or self.record.trial is None:
             return False
         candidate, good, settings = self.choice.candidate, self.record.good, self.parsed.settings
-        upgraded = good is not None and trial.comparable(good, candidate)
+        alike = good is not None and trial.comparable(good, candidate)
+        # Figures have no other purpose than speed.
+        only_figures = good is not None and trial.only_figures(good, candidate)
         found = trial.judge(TrialView(
             trial=self.record.trial, answered_s=answered_s, trial_s=settings.trial_s,
-            speed_before=self.record.speeds.get(good.id) if good is not None and upgraded else None,
+            speed_before=self.record.speeds.get(good.id) if good is not None and alike else None,
             speed_now=self.record.speeds.get(candidate.id), loss_pct=settings.tune.upgrade_loss_pct,
-            roll_back_on_loss=settings.tune.upgrade_rollback))
+            roll_back_on_loss=settings.tune.upgrade_rollback or only_figures))
         if found is None:
             return False
         if isinstance(found, Pass):
             self.record.keep(candidate, f"{candidate.title} is kept: {found.sentence}", now=now)
             self.choice = dataclasses.replace(self.choice, on_trial=False, sentence="", fallback=None)
+            if archive.applied(self.directories.state) == measured.decision(candidate.digest, candidate.figures):
+                archive.settled(self.directories.state)
             self.say(f"kept: {found.sentence}")
+            workers.settled(self.directories.runtime)
             return False
         self.record.fail_trial(candidate, found.sentence, now=now)
         self.say(f"rolled back: {found.sentence}")
@@ -242,12 +268,33 @@ class Course:
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
+    def _installed(self, settings: Settings) -> str:
+        """The installed worker. One that cannot be used fails its trial while the one before it is still there."""
+        try:
+            return find_worker_python(settings)
+        except ConfigError:
+            good = self.record.good
+            if good is None or not os.access(good.worker_python, os.X_OK):
+                raise
+            return workers.resolved(PACKAGED_PYTHON)
+
     def _spare(self, served: Candidate) -> None:
         """Something else is wanted before the trial of what is served is over. It has answered: where nothing better is
         known, that is enough to come back to."""
         trial_now = self.record.trial
         if self.record.good is None and trial_now is not None and trial_now.ready_at is not None:
             self.record.keep(served, f"{served.title} has answered, and another one is wanted now", now=time.time())
+
+    def _spare_earlier(self, wanted: Candidate, now: float) -> bool:
+        """The same for what an earlier agent served: an upgrade restarts it, also before its first trial is over."""
+        earlier = self.record.trial
+        if self.record.good is not None or earlier is None or earlier.ready_at is None:
+            return False
+        if earlier.candidate.id == wanted.id:
+            return False
+        self.record.keep(earlier.candidate, f"{earlier.candidate.title} has answered, and another one is wanted now",
+                         now=now)
+        return True
 
     def check(self, parsed: Parsed) -> None:
         """What can be told at once of a wish, before a worker is ended for it. Raises ModelError or ConfigError."""
@@ -265,12 +312,23 @@ class Course:
         name, python = str(self._wanted[0]), str(self._wanted[2])
         # Not known before the first preparation has asked the worker, which then chooses again.
         versions = {key: str(value) for key, value in self._versions.get(python, {}).items() if value}
-        wanted: Candidate = trial.candidate(
+        plain = trial.candidate(
             model=name, digest=digest, settings=trial.worker_settings(self.parsed.settings), worker_python=python,
             versions=versions)
         good = self.record.good
+        # What measurements decide is known when its preparation has ended; until then nothing has changed in that.
+        before = good.figures if good is not None and self._plain(good, good.digest).id == plain.id else {}
+        wanted: Candidate = trial.with_figures(plain, self._figures.get(plain.id, before))
         if good is not None and not Store(self.directories.store).has(good.digest):
             good = None  # its model was removed: nothing to go back to
         if good is not None and not Path(good.worker_python).exists():
             good = None
-        self.choice = trial.choose(wanted, good, self.record.failed)
+        applied = archive.applied(self.directories.state)
+        asked = applied != "" and applied == measured.decision(wanted.digest, wanted.figures)
+        self.choice = trial.choose(wanted, good, self.record.failed, asked=asked)
+
+    def _plain(self, what: Candidate, digest: str) -> Candidate:
+        """The candidate as this object and with the worker's present versions, before measurements decide anything."""
+        versions = {key: str(value) for key, value in self._versions.get(what.worker_python, {}).items() if value}
+        return trial.candidate(model=what.model, digest=digest, settings=what.settings, versions=versions,
+                               worker_python=what.worker_python)

@@ -13,7 +13,8 @@ import json
 import re
 import socket
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,7 @@ from appliance.client import UnixConnection
 from appliance.errors import ConfigError, TransientError
 
 PROMPT = "The capital of France is"
+ENGINE_HEADER = "X-data-parallel-rank"
 LONGEST_METRICS = 4 << 20
 MARKS = ("generation_tokens_total", "prompt_tokens_total", "request_success_total", "kv_cache_usage_perc",
          "iteration_tokens_total_count")
@@ -45,10 +47,11 @@ class Busy:
 @dataclass(frozen=True, kw_only=True)
 class Counters:
     """What the worker's `/metrics` say. `generated`: tokens since its start; `marks`: all that moves when the engine
-    makes progress."""
+    makes progress; `engines`: the marks of each engine by its number."""
 
     generated: float
     marks: tuple[float, ...]
+    engines: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
 
 
 def listening(worker: Path, *, timeout_s: float = 2.0) -> bool:
@@ -79,21 +82,29 @@ def counters(worker: Path, *, timeout_s: float = 5.0) -> Counters | None:
 def parse_counters(text: str) -> Counters:
     """Sum each of MARKS over its labels in Prometheus' text format."""
     sums = dict.fromkeys(MARKS, 0.0)
-    for name, value in re.findall(r"^vllm:(\w+)(?:\{[^}]*\})? ([0-9.eE+-]+)$", text, re.MULTILINE):
+    engines: dict[int, dict[str, float]] = {}
+    for name, labels, value in re.findall(r"^vllm:(\w+)(?:\{([^}]*)\})? ([0-9.eE+-]+)$", text, re.MULTILINE):
         if name in sums:
             with contextlib.suppress(ValueError):
                 sums[name] += float(value)
-    return Counters(generated=sums["generation_tokens_total"], marks=tuple(sums.values()))
+                if engine := re.search(r'\bengine="(\d{1,4})"', labels):
+                    own = engines.setdefault(int(engine[1]), dict.fromkeys(MARKS, 0.0))
+                    own[name] += float(value)
+    return Counters(generated=sums["generation_tokens_total"], marks=tuple(sums.values()),
+                    engines={engine: tuple(own.values()) for engine, own in engines.items()})
 
 
-def answer(worker: Path, *, model: str, timeout_s: float, tokens: int = 1) -> Answer | Busy | str:
-    """Generate `tokens` tokens; returns the answer, `Busy`, or one sentence why there is none."""
+def answer(worker: Path, *, model: str, timeout_s: float, tokens: int = 1,
+           engine: int | None = None) -> Answer | Busy | str:
+    """Generate `tokens` tokens; returns the answer, `Busy`, or one sentence why there is none. `engine`: the number of
+    the one that is asked, of several."""
     began = time.monotonic()
     body = json.dumps({"model": model, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "ignore_eos": True})
     try:
         connection = UnixConnection(worker, timeout_s=timeout_s)
         try:
-            connection.request("POST", "/v1/completions", body=body, headers={"Content-Type": "application/json"})
+            connection.request("POST", "/v1/completions", body=body, headers={
+                "Content-Type": "application/json", **({} if engine is None else {ENGINE_HEADER: str(engine)})})
             response = connection.getresponse()
             data = response.read()
         finally:

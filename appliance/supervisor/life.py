@@ -22,6 +22,7 @@ from appliance.faults import Evidence, Fault, classify
 from appliance.patrol import Walked
 from appliance.supervisor.background import Background
 from appliance.supervisor.health import Answer, Busy, Counters
+from appliance.supervisor.several import EngineWatch
 from appliance.vitals import Signs
 
 SAMPLE_S = 10.0
@@ -66,8 +67,8 @@ class Worker(Protocol):
 class Life:
     """`listening`, `answer` and `counters` do the I/O, in the background. `oom_kills`, `slowed`: what the kernel did
     for memory's sake: processes killed since the start (None = unknown), and how often it was slowed down. `patrol`
-    reads a piece of what is stored again; `worn`: what it found in files that this worker does not map. `now` is
-    always monotonic seconds."""
+    reads a piece of what is stored again; `worn`: what it found in files that this worker does not map. `engines`:
+    where there are several. `now` is always monotonic seconds."""
 
     worker: Worker
     listening: Callable[[], bool]
@@ -79,6 +80,7 @@ class Life:
     patrol: Callable[[], Walked]
     probe_s: float
     began: float
+    engines: EngineWatch | None = None
     state: str = "loading"
     phase: str = "starting the worker"
     fault: Fault | None = None
@@ -175,10 +177,13 @@ class Life:
             self._probe_began = now if self._probe_began is None else self._probe_began
             tokens = self._tokens()
             self._probe = Background(lambda: self.answer(deadline_s, tokens), name="probe")
+        moved, ran = self.moved, self._engine_moved
+        if self.engines is not None and self._probe_began is not None:
+            moved, ran = self.engines.signs(moved, ran)
         found = vitals.verdict(Signs(
             now=now, probe_s=self.probe_s, answered=self.answered, probe_began=self._probe_began,
             probe_deadline_s=self.deadline_s, probe_failures=self.probe_failures, probe_failure=self.probe_failure,
-            moved=self.moved, cpu_moved=self._engine_moved, heard=self._heard,
+            moved=moved, cpu_moved=ran, heard=self._heard,
             held=self._held if self._is_held(now) else float("-inf")))
         self.sentence_of_trouble = found.sentence
         if found.word == "hung":
@@ -223,6 +228,8 @@ class Life:
             return now - self._probe_ended >= min(1.0, self.probe_s)
         if now - self.answered >= self.probe_s:
             return True
+        if self.engines is not None and now - self._probe_ended >= self.probe_s:
+            return True  # users were answered, but perhaps all by one of the engines
         still = now - max(self.moved, self.answered) >= min(SUSPECT_S, self.probe_s)
         return self.traffic().running > 0 and still
 
@@ -260,6 +267,8 @@ class Life:
             self._tree_moved = now if abs(tree - self._cpu[0]) > least else self._tree_moved
             self._engine_moved = now if abs(engine - self._cpu[1]) > least else self._engine_moved
             self._cpu, self._cpu_at = (tree, engine), now
+            if self.engines is not None:
+                self.engines.look(now, least=least)
             slowed = self.slowed()
             if self._slowed is not None and slowed > self._slowed:
                 self._held_since = now if now - self._held > HELD_GAP_S else self._held_since
@@ -287,6 +296,8 @@ class Life:
             if then.marks != found.marks:
                 # Somewhere between two looks: what moved before a probe began must not speak for the time after it.
                 self.moved = max(self.moved, before if now - before > 2 * SUSPICIOUS_SAMPLE_S else now)
+            if self.engines is not None:
+                self.engines.compare(found.engines, at=before if now - before > 2 * SUSPICIOUS_SAMPLE_S else now)
             if now > before:
                 self.tokens_per_s = max(0.0, found.generated - then.generated) / (now - before)
         self._sampled = (now, found)

@@ -72,15 +72,16 @@ class Snapshot:
             "recipe": {"bits_per_weight": round(node.model.bits_per_weight, 2), "group_size": node.model.group_size,
                        "table_bits": config.stored_table_bits},
             "kernel": f"{kernels['kernel, one row']} / {kernels['kernel, many rows']}", "rung": rung.id,
-            "threads": rung.threads, "context": rung.context, "ceiling_bytes": node.plan.ceiling_bytes,
-            "usable_bytes": node.plan.usable_bytes, "fingerprint": node.plan.fingerprint,
-            "versions": dict(node.versions), "max_running": rung.running, "chat": node.model.chat,
-            "chat_fault": node.model.template_fault, "tools": kernels["tool calls"],
+            "threads": rung.threads, "engines": max(1, len(rung.engines)), "context": rung.context,
+            "ceiling_bytes": node.plan.ceiling_bytes, "usable_bytes": node.plan.usable_bytes,
+            "fingerprint": node.plan.fingerprint, "versions": dict(node.versions), "max_running": rung.running,
+            "chat": node.model.chat, "chat_fault": node.model.template_fault, "tools": kernels["tool calls"],
+            "figures": dict(self.course.choice.candidate.figures) if self.course.choice else {},
         }
 
     def plan_sentence(self, node: Node, rung: Rung) -> str:
         on = f" on rung `{rung.id}`" if rung.id != "full" else ""
-        return (f"plan: {node.model.name} on {node.host.cpu.tier}{on}, {rung.threads} threads, context {rung.context}, "
+        return (f"plan: {node.model.name} on {node.host.cpu.tier}{on}, {_threads(rung)}, context {rung.context}, "
                 f"key/value cache {show(rung.kv_bytes)}, peak {show(node.plan.peak_bytes)} of "
                 f"{show(node.plan.usable_bytes or 0)}")
 
@@ -122,6 +123,7 @@ class Snapshot:
             "live": True, "ready": ready, "running": traffic.running, "queued": traffic.queued,
             "address": self.address or None, "max_queued": door.max_queued if door is not None else None,
             "tokens_per_s": life.tokens_per_s if life is not None else None,
+            "decode_tokens_per_s": self.course.record.speeds.get(choice.candidate.id) if choice is not None else None,
             "rung_reason": self.course.record.rung.reason if self.values.get("rung") != "full" else None,
             "retry_at": wall + until - now if until is not None else None,
             "probe": {"seconds": life.last_answer.seconds if life.last_answer else None,
@@ -179,6 +181,10 @@ def _sentence(state: str, phase: str, progress: Mapping[str, Any] | None, values
     if progress and progress.get("total"):
         share = f", {int(progress['done'] or 0) * 100 // int(progress['total'])} %"
     return f"{state}: {phase}{share}"
+
+
+def _threads(rung: Rung) -> str:
+    return (f"{len(rung.engines)} engines of " if rung.engines else "") + f"{rung.threads} threads"
 
 
 def _own_bytes() -> int:

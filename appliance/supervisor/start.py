@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from appliance.store import Store
 from appliance.supervisor import health, worker
 from appliance.supervisor.leaf import Leaf
 from appliance.supervisor.life import Life
+from appliance.supervisor.several import EngineWatch
 
 PATH_DEFAULT = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -33,11 +35,18 @@ def start(node: Node, rung: Rung, *, directories: Directories, worker_python: st
     started = worker.start(worker.WorkerCommand(
         python=worker_python, argv=rung.argv, log=directories.state / "worker.log", cwd=Path(node.places.cache),
         env={"PATH": env.get("PATH") or PATH_DEFAULT, **rung.env}, runtime=directories.runtime, leaf=leaf))
+    several = EngineWatch(len(rung.engines), started.engine_seconds) if rung.engines else None
+
+    def answer(timeout_s: float, tokens: int) -> health.Answer | health.Busy | str:
+        def ask(engine: int | None) -> health.Answer | health.Busy | str:
+            return health.answer(socket, model=node.model.name, timeout_s=timeout_s, tokens=tokens, engine=engine)
+
+        return several.ask(ask, time.sleep) if several is not None else ask(None)
+
     life = Life(
-        worker=started, probe_s=probe_s, began=now, traffic=traffic,
+        engines=several, worker=started, probe_s=probe_s, began=now, traffic=traffic,
         listening=lambda: health.listening(socket), counters=lambda: health.counters(socket),
-        answer=lambda timeout_s, tokens: health.answer(socket, model=node.model.name, timeout_s=timeout_s,
-                                                       tokens=tokens),
+        answer=answer,
         oom_kills=lambda: _grown(before, kills()), slowed=lambda: read_slowed(tree),
         patrol=lambda: patrol.walk(Store(directories.store), node.model.digest, place=directories.state / patrol.FILE,
                                    most_bytes=PIECE_BYTES, seconds=1.0))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -124,6 +125,16 @@ class WorkerTree:
                 tree += spent
                 engine += spent if process.pid != self.pid else 0.0
         return tree, engine
+
+    def engine_seconds(self) -> dict[int, float]:
+        """CPU time of each of several engines, by the number in the title that vLLM gives its process."""
+        spent: dict[int, float] = {}
+        for process in self.members(time.monotonic()):
+            with contextlib.suppress(psutil.Error, OSError):
+                title = re.search(r"::EngineCore_DP(\d+)", " ".join(process.cmdline()[:1]))
+                if title:
+                    spent[int(title[1])] = sum(process.cpu_times()[:4])
+        return spent
 
     def ask_to_end(self) -> None:
         """SIGTERM to the API process: vLLM finishes what runs."""

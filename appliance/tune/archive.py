@@ -1,7 +1,9 @@
 """Where measurements are kept: `state/measured/FINGERPRINT.json`, and earlier ones beside it.
 
 Does: load the record of this host with what has made it stale, save one atomically, keep the last few that were
-replaced. Does not: measure, or decide. Rule: a file that cannot be read is no record, not an error.
+replaced, keep the record behind each decision that a worker was started with (`served/`), so that it can be returned
+to, and what the operator asked for with `tune --apply` (`applied`). Does not: measure, or decide. Rule: a file that
+cannot be read is no record, not an error.
 """
 
 from __future__ import annotations
@@ -9,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from appliance import disk, measured
 from appliance.directories import ensure
@@ -19,9 +22,9 @@ from appliance.errors import TransientError, UsageError
 from appliance.facts import HostFacts
 from appliance.measured import Record
 
-FOLDER, EARLIER = "measured", "earlier"
+FOLDER, EARLIER, SERVED, APPLIED = "measured", "earlier", "served", "applied"
 KEPT = 20
-"""Earlier records that are kept."""
+"""Earlier records, and served ones, that are kept."""
 
 
 @contextlib.contextmanager
@@ -39,11 +42,7 @@ def only_one(state: Path) -> Iterator[None]:
 
 def load(state: Path, host: HostFacts, *, root: Path = Path("/")) -> Record | None:
     """The record of this host, `stale` filled in; None when nothing was measured."""
-    record = read(_file(state, host.fingerprint))
-    if record is None:
-        return None
-    now = measured.inputs(host, microcode=microcode(root))
-    return replace(record, stale=measured.changes(record.inputs, now))
+    return _judged(read(_file(state, host.fingerprint)), host, root)
 
 
 def current(state: Path, host: HostFacts, *, root: Path = Path("/")) -> Record:
@@ -73,10 +72,39 @@ def set_aside(state: Path, record: Record) -> None:
     folder = ensure(state / FOLDER / EARLIER)
     at = max((trial.at for trial in record.trials), default=0.0)
     name = f"{record.fingerprint}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime(at))}.json"
-    with disk.mapped("cannot keep the measurements", folder):
-        (folder / name).write_text(measured.write(record))
-        for old in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
-            old.unlink()
+    _bounded(folder, name, measured.write(record))
+
+
+def keep(state: Path, record: Record, *, digest: str, figures: Mapping[str, Any]) -> None:
+    """Keep the record that led to this decision for this model: a worker starts with it. The rules of thumb need none.
+    Raises StoreError."""
+    if figures:
+        _bounded(ensure(state / FOLDER / SERVED), f"{measured.decision(digest, figures)}.json", measured.write(record))
+
+
+def kept(state: Path, host: HostFacts, *, digest: str, figures: Mapping[str, Any],
+         root: Path = Path("/")) -> Record | None:
+    """The record that led to this decision, `stale` filled in; None where it decided nothing, or is not there."""
+    file = state / FOLDER / SERVED / f"{measured.decision(digest, figures)}.json"
+    return _judged(read(file), host, root) if figures else None
+
+
+def apply(state: Path, *, digest: str, figures: Mapping[str, Any]) -> None:
+    """The operator wants this decision on trial now. Raises StoreError."""
+    folder = ensure(state / FOLDER)
+    with disk.mapped("cannot stage the measurements", folder):
+        draft = folder / f".{APPLIED}"
+        draft.write_text(measured.decision(digest, figures) + "\n")
+        draft.chmod(0o644)
+        draft.replace(folder / APPLIED)
+
+
+def applied(state: Path) -> str:
+    """The decision that the operator asked for last (`measured.decision`); empty when there was none."""
+    try:
+        return (state / FOLDER / APPLIED).read_text("utf-8")[:64].strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def names(state: Path) -> list[Path]:
@@ -126,6 +154,29 @@ def microcode(root: Path) -> str | None:
             if line.startswith("microcode"):
                 return line.partition(":")[2].strip() or None
     return None
+
+
+def settled(state: Path) -> None:
+    """What the operator asked for has passed its trial: nothing is asked for any more."""
+    with contextlib.suppress(OSError):
+        (state / FOLDER / APPLIED).unlink()
+
+
+def _judged(record: Record | None, host: HostFacts, root: Path) -> Record | None:
+    """The record with what has made it stale."""
+    if record is None:
+        return None
+    return replace(record, stale=measured.changes(record.inputs, measured.inputs(host, microcode=microcode(root))))
+
+
+def _bounded(folder: Path, name: str, text: str) -> None:
+    """Write a file, and let only the latest KEPT of them stay."""
+    with disk.mapped("cannot keep the measurements", folder):
+        draft = folder / f".{name}"
+        draft.write_text(text)
+        draft.replace(folder / name)
+        for old in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
+            old.unlink()
 
 
 def _file(state: Path, fingerprint: str) -> Path:

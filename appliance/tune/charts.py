@@ -88,6 +88,7 @@ def write_png(record: Record, model: ModelFacts, file: Path) -> None:
              and not trial.settings.get("variant") and trial.settings.get("route") == OWN]
     left.plot([trial.settings["threads"] for trial in tried], [trial.median(TOK_S) for trial in tried], "o-")
     left.set(xlabel="threads", ylabel="tokens per second, one row", title=model.name, ylim=(0, None))
+    left.xaxis.get_major_locator().set_params(integer=True)
     points = roofline(record, model)
     right.loglog([p.rows for p in points], [p.roof_tok_s for p in points], "--", label="memory")
     right.loglog([p.rows for p in points], [p.tok_s for p in points], "o-", label="measured")

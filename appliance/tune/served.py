@@ -33,6 +33,8 @@ START_S = 300.0
 PROMPT, PREFILL, STREAMS, REPEATS = 32, 512, 4, 3
 SHORTEST, LONGEST, ANSWER_S = 16, 128, 3.0
 """An answer has as many tokens as take about ANSWER_S, within these bounds."""
+ELSEWHERE = "See root cause above"
+"""What vLLM's API process says last of an engine that failed: not why."""
 FLAGS = {"batch_tokens": "--max-num-batched-tokens", "block": "--block-size"}
 Check = Callable[[Mapping[str, Any]], None]
 
@@ -153,5 +155,6 @@ def _wait(tree: worker.WorkerTree, socket: Path, check: Check) -> None:
 
 
 def _why(error: ApplianceError, tree: worker.WorkerTree) -> str:
-    last = [line for line in tree.new_log_lines() if line.strip()][-1:]
+    lines = [line for line in tree.new_log_lines() if line.strip() and ELSEWHERE not in line]
+    last = [line for line in lines if "Error" in line][-1:] or lines[-1:]
     return f"{error.what} ({error.why}{'; ' + last[0][-160:] if last else ''})"

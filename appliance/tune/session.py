@@ -9,6 +9,7 @@ with requests is never disturbed: the run waits, and gives up after PATIENCE_S; 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,9 +37,12 @@ PATIENCE_S, QUIET_S = 60.0, 5.0
 ATTEMPTS = 3
 SERVED_S = 25.0
 """What a whole worker takes at least, until one has been measured."""
+SHORTEST_S = math.ceil(SERVED_S / (1 - MICRO_SHARE))
+"""With less time than this a whole worker is measured only where all before it has taken little."""
 ENDING_S = 4.0
 """What it takes to end one: it is given up that long before the time is up."""
-BATCHES, BLOCKS = (256, 512, 1024, 2048), (16, 32, 64, 128)
+BATCHES, BLOCKS = (256, 512, 1024, 2048), (32, 64, 128)
+"""Tokens. vLLM's attention on CPUs knows blocks of a multiple of 32 only."""
 Say = Callable[[Mapping[str, Any]], None]
 
 
@@ -66,6 +70,9 @@ class Session:
         self.record = replace(self.record, open_since=self.record.open_since or time.time())
         if resumed:
             self._phase("resuming", "an earlier run was interrupted")
+        if self.budget_s < SHORTEST_S:
+            self._phase("a short time", f"a whole worker takes about {SERVED_S:.0f} s, and two are needed to compare: "
+                        f"below {SHORTEST_S:.0f} s none may be measured, and the figures of their parts decide")
         for phase, work in self._orders():
             self._phase(phase)
             for order, trial in work:
@@ -100,7 +107,7 @@ class Session:
         """The two best configurations; in a full run also batches and blocks around the best."""
         subject = self.subject
         with served.folders(str(subject.stored), str(subject.prepared or "")) as places:
-            best, plain = subject.plan(self.record, places), subject.plan(None, places)
+            best, plain = subject.plan_of_one(self.record, places), subject.plan_of_one(None, places)
             if best.refused is not None or plain.refused is not None:
                 refused = best.refused or plain.refused
                 assert refused is not None

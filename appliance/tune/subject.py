@@ -8,7 +8,7 @@ another thing: a measured worker stands beside the service.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from appliance import node, status, tuning
@@ -62,6 +62,11 @@ class Subject:
     def plan(self, record: Record | None, places: Places) -> Plan:
         return make_plan(self.host, self.model, self.settings, places, kernels=self.kernels, trial=self.trial,
                          measured=record)
+
+    def plan_of_one(self, record: Record | None, places: Places) -> Plan:
+        """The same with one engine: what is measured is one engine's, however many will serve."""
+        one = replace(self.settings, cpu=replace(self.settings.cpu, engines=1))
+        return replace(self, settings=one).plan(record, places)
 
     @property
     def free_bytes(self) -> int:

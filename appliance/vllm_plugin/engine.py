@@ -1,13 +1,15 @@
-"""The engine's process: forked from the API server after the imports, told later what to run.
+"""The engines' processes: forked from the API server after the imports, told later what to run.
 
 vLLM spawns its engine: a new Python that imports everything once more (8 s of CPU, 420 MiB) and shares nothing. Here
 the process is forked while the worker is still one thread without sockets, event loop or OpenMP pool, and waits;
 vLLM's process manager gets it through `EngineContext`, which looks like a multiprocessing context, and the call it
-wants to run goes through a pipe, together with the environment that vLLM has changed meanwhile.
+wants to run goes through a pipe, together with the environment that vLLM has changed meanwhile. Several engines (vLLM's
+data parallelism) are as many processes, each confined to its own CPUs from its first moment, so that threads, and the
+memory that vLLM binds to the node of the first CPU, are where the plan wants them.
 
 Rules: fork before anything runs in parallel (`fork` does not carry OpenMP's threads over); the child holds none of the
-parent's sockets, because none exist yet; it dies with its parent (the kernel sends SIGKILL), so an engine never
-outlives a killed API server; when the pipe closes without a call it ends quietly.
+parent's sockets, because none exist yet, and no pipe of another child; it dies with its parent (the kernel sends
+SIGKILL), so an engine never outlives a killed API server; when the pipe closes without a call it ends quietly.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import gc
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing import util
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
@@ -72,16 +74,16 @@ class EngineProcess:
 
 
 class EngineContext:
-    """vLLM's multiprocessing context, except that its first process is the one that waits already."""
+    """vLLM's multiprocessing context, except that its first processes are those that wait already, in their order."""
 
-    def __init__(self, waiting: EngineProcess, otherwise: BaseContext) -> None:
-        self._waiting: EngineProcess | None = waiting
+    def __init__(self, waiting: Sequence[EngineProcess], otherwise: BaseContext) -> None:
+        self._waiting = list(waiting)
         self._otherwise = otherwise
 
     def Process(self, *, target: Callable[..., None], name: str, kwargs: Mapping[str, Any]) -> Any:
-        if self._waiting is None:
+        if not self._waiting:
             return self._otherwise.Process(target=target, name=name, kwargs=kwargs)  # type: ignore[attr-defined]
-        process, self._waiting = self._waiting, None
+        process = self._waiting.pop(0)
         process.assign(name, target, kwargs)
         return process
 
@@ -89,27 +91,39 @@ class EngineContext:
         return getattr(self._otherwise, name)
 
 
-def fork_engine() -> EngineProcess | None:
-    """Fork the process that will be the engine. Call it once, after the imports and before anything else.
+def fork_engines(cpus: Sequence[Collection[int]] = ()) -> tuple[EngineProcess, ...]:
+    """Fork the processes that will be the engines. Call it once, after the imports and before anything else.
 
-    None when this process has threads already, which a fork would not carry over: vLLM then spawns its engine."""
+    `cpus`: of each engine, for several; empty: one engine, on the CPUs of this process. None are forked when this
+    process has threads already, which a fork would not carry over: vLLM then spawns its engines."""
     if len(list(Path("/proc/self/task").iterdir())) > 1:
-        return None
-    theirs, ours = multiprocessing.Pipe(duplex=False)
-    # Objects made so far are left alone by the collector in both processes: touching them would copy their pages.
+        return ()
+    # Objects made so far are left alone by the collector in all processes: touching them would copy their pages.
     gc.collect()
     gc.freeze()
-    process = multiprocessing.get_context("fork").Process(target=_wait, args=(theirs, ours, os.getpid()), name="engine")
+    ours: list[Connection] = []
+    return tuple(_fork(ours, confined) for confined in cpus or [()])
+
+
+def _fork(ours: list[Connection], cpus: Collection[int]) -> EngineProcess:
+    """One more waiting process. `ours`: this process's ends of the pipes so far; the new one is added."""
+    theirs, own = multiprocessing.Pipe(duplex=False)
+    ours.append(own)
+    process = multiprocessing.get_context("fork").Process(target=_wait, args=(theirs, tuple(ours), os.getpid(), cpus),
+                                                          name="engine")
     process.start()
     theirs.close()
     # Whatever ends the parent before the call is sent: the child must see the end of the pipe, not be waited for.
-    util.Finalize(None, ours.close, exitpriority=CLOSE_BEFORE_JOIN)
-    return EngineProcess(process, ours)
+    util.Finalize(None, own.close, exitpriority=CLOSE_BEFORE_JOIN)
+    return EngineProcess(process, own)
 
 
-def _wait(calls: Connection, parents_end: Connection, parent: int) -> None:
-    parents_end.close()
+def _wait(calls: Connection, parents_ends: Sequence[Connection], parent: int, cpus: Collection[int]) -> None:
+    for end in parents_ends:
+        end.close()
     die_with(parent)
+    if cpus:
+        os.sched_setaffinity(0, cpus)
     try:
         call: Call = calls.recv()
     except EOFError:

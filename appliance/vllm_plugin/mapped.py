@@ -2,9 +2,10 @@
 
 Does: open the folder that `APPLIANCE_PREPARED` names, check that it belongs to the model, map it, bring it into
 memory, hand out the weights of layers as views. Does not: pack, or know vLLM. Rules: the mapping cannot be written to,
-so its pages are the page cache's and never anonymous memory; whatever is wrong with the folder is a reason and no
-error, and the layers are then packed in memory; a layer gets a view only when its shape is exactly the stored one
-(tensor-parallel parts are not); what was handed out is remembered, so that nobody reads the checkpoint's tensors of it.
+so its pages are the page cache's and never anonymous memory, but where each of several engines needs a copy of its own
+(`COPIED`); whatever is wrong with the folder is a reason and no error, and the layers are then packed in memory; a
+layer gets a view only when its shape is exactly the stored one (tensor-parallel parts are not); what was handed out is
+remembered, so that nobody reads the checkpoint's tensors of it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -27,6 +29,9 @@ from appliance.prepared import INDEX, TABLE, WEIGHTS, Index, Run, index_refusal,
 from appliance.quantize.format import HEADS, TABLES
 
 VARIABLE = "APPLIANCE_PREPARED"
+COPIED = "APPLIANCE_COPIED"
+"""Set: several engines lie on different NUMA nodes. The page cache holds the weights once, on whichever node first read
+them, so each engine reads them into memory of its own, which lies on its own node."""
 BLOCKED = "int4_blocked"
 """The parameter of a layer that holds its mapped weight; a weight packed in memory has the same name."""
 POPULATE_READ = 22
@@ -81,28 +86,46 @@ def open_prepared(env: Mapping[str, str], model: Path, say: Say) -> Mapped | Non
         say("no prepared weights are given; packing in memory")
         return None
     try:
-        mapped = _open(Path(folder), model)
+        copied = bool(env.get(COPIED))
         began = time.monotonic()
-        _populate(mapped, say)
+        mapped = _open(Path(folder), model, say if copied else None)
+        if not copied:
+            _populate(mapped, say)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
     except ModelError as error:
         reason = error.line
     else:
-        say(f"weights mapped from {folder}: {mapped.index.bytes / 1e6:.0f} MB in {time.monotonic() - began:.1f} s")
+        how = "copied" if copied else "mapped"
+        say(f"weights {how} from {folder}: {mapped.index.bytes / 1e6:.0f} MB in {time.monotonic() - began:.1f} s")
         return mapped
     say(f"the prepared weights in {folder} cannot be used ({reason}); packing in memory")
     return None
 
 
-def _open(folder: Path, model: Path) -> Mapped:
+def _open(folder: Path, model: Path, say: Say | None) -> Mapped:
+    """Map the file; with `say` read a copy of it into this process's own memory instead."""
     index, broken = read_index((folder / INDEX).read_text("utf-8"))
     with open(folder / WEIGHTS, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         reason = index_refusal(index, source=object_digest(model), weights_bytes=size) if index else broken
         if index is None or reason:
             raise ModelError(f"{INDEX} cannot be used", why=reason or broken)
+        if say is not None:
+            return Mapped(index, _copy(file, size, say))
         return Mapped(index, mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+
+
+def _copy(file: BinaryIO, size: int, say: Say) -> mmap.mmap:
+    """The file's bytes in anonymous memory, which the memory policy of this process places."""
+    data, said = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), time.monotonic()
+    with memoryview(data) as view:
+        for first in range(0, size, CHUNK_BYTES):
+            last = min(size, first + CHUNK_BYTES)
+            if file.readinto(view[first:last]) != last - first:  # type: ignore[attr-defined]  # a buffered reader
+                raise ModelError("the weights cannot be used", why="the file is shorter than it was")
+            said = _say_progress(last, size, said, say)
+    return data
 
 
 def _populate(mapped: Mapped, say: Say) -> None:
@@ -117,6 +140,12 @@ def _populate(mapped: Mapped, say: Say) -> None:
                 raise
             data.madvise(mmap.MADV_WILLNEED)
             return
-        if time.monotonic() - said > SAY_EVERY_S:
-            said = time.monotonic()
-            say(f"reading the weights: {(first + length) / len(data):.0%} of {len(data) / 1e6:.0f} MB")
+        said = _say_progress(first + length, len(data), said, say)
+
+
+def _say_progress(done: int, size: int, said: float, say: Say) -> float:
+    """A line when the last one is SAY_EVERY_S old; returns when the last one was said."""
+    if time.monotonic() - said <= SAY_EVERY_S:
+        return said
+    say(f"reading the weights: {done / size:.0%} of {size / 1e6:.0f} MB")
+    return time.monotonic()

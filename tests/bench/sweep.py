@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.directories import from_process
-from appliance.jobs import find_worker_python
+from appliance.jobs import ending_on_sigterm, find_worker_python
 from appliance.measured import PREFILL_TOK_S, STREAMS_TOK_S, TOK_S
 from appliance.plan import Rung
 from appliance.settings import Parsed, Settings
@@ -109,7 +109,8 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     args.directories = from_process(os.environ)
-    result = run(args)
+    with ending_on_sigterm():  # a whole worker would be left over
+        result = run(args)
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from appliance.kernels.prepare import prepare  # noqa: E402
 from appliance.kernels.registry import LINEAR, TABLE, LayerShape  # noqa: E402
 from appliance.prepared import read_index, write_index  # noqa: E402
 from appliance.quantize.layers import Recipe  # noqa: E402
+from appliance.vllm_plugin import mapped as mapped_module  # noqa: E402
 from appliance.vllm_plugin.mapped import Mapped, open_prepared  # noqa: E402
 from tests.kernels.checkpoints import stored_object  # noqa: E402
 from tests.kernels.mapped_model import smaps  # noqa: E402
@@ -96,6 +98,37 @@ def test_the_weights_are_the_files_pages_and_none_of_ours(tmp_path: Path, model:
     assert memory["rights r--s"] == 1
     assert memory["Rss"] == memory["Size"] >= mapped.index.bytes
     assert (memory["Anonymous"], memory["Private_Dirty"], memory["Shared_Dirty"]) == (0, 0, 0)
+
+
+def test_a_copy_holds_the_same_bytes_in_memory_of_its_own(tmp_path: Path, model: Path) -> None:
+    mapped, _ = opened(tmp_path / "p", model)
+    said: list[str] = []
+    copied = open_prepared({"APPLIANCE_PREPARED": str(tmp_path / "p"), "APPLIANCE_COPIED": "1"}, model, said.append)
+    assert mapped is not None
+    assert copied is not None
+    assert said[0].startswith("weights copied from ")
+    shape = LayerShape(n=192, k=64, group=32)
+    theirs, own = (one.find("model.layers.0.mlp.gate_up_proj", shape) for one in (mapped, copied))
+    assert theirs is not None
+    assert own is not None
+    assert torch.equal(theirs, own)
+    file = tmp_path / "p" / "weights.bin"
+    assert bytes(copied._data) == file.read_bytes()
+    del theirs, mapped
+    gc.collect()
+    assert str(file) not in Path("/proc/self/maps").read_text(), "no page of the file is needed any more"
+    with open(file, "r+b") as damage:
+        damage.write(b"x" * 64)
+    assert own.sum() > 0
+
+
+def test_a_copy_of_a_file_that_shrinks_meanwhile_is_refused(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(model, tmp_path / "p", lambda event: None)
+    real = mapped_module._copy
+    monkeypatch.setattr(mapped_module, "_copy", lambda file, size, say: real(file, size + 10, say))
+    said: list[str] = []
+    assert open_prepared({"APPLIANCE_PREPARED": str(tmp_path / "p"), "APPLIANCE_COPIED": "1"}, model, said.append) is None
+    assert "shorter" in said[0]
 
 
 @pytest.mark.parametrize(("damage", "why"), [

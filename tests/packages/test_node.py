@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 
+import pytest
+
 from tests.packages.conftest import ROOT
 from tests.packages.node import OURS, Node
 from tests.system.service import UNIT
@@ -122,6 +124,32 @@ def test_case_064_the_agent_outlives_a_change_of_the_nodes_python(node: Node) ->
     depends = node.host.run(["apt-cache", "depends", "appliance-worker"]).out
     shown = node.host.run(["apt-cache", "show", "appliance-worker"]).out
     assert "python3 (>= 3.11), python3 (<< 3.12)" in shown, depends
+
+
+@pytest.mark.parametrize("change", [
+    "rm /usr/lib/appliance/agent/lib/python3.11",  # as if python3 were a version that this release does not know
+    "dpkg --force-depends --purge python3-click",
+], ids=["another Python", "a package forced off"])
+def test_case_064_a_changed_interpreter_is_one_line(node: Node, change: str) -> None:
+    node.install("appliance", options=ALONE)
+    node.host.run(change, check=True)
+    done = node.control("status")
+    assert done.rc == 78
+    assert "the node's interpreter changed" in done.err
+    assert len(done.err.splitlines()) == 1
+    node.host.run(["systemctl", "restart", UNIT])
+    node.wait_unit(["failed"], 30)
+    assert node.show("NRestarts")["NRestarts"] == "0"  # and it is not tried for ever
+
+
+@pytest.mark.parametrize("architecture", ["i386", "armhf", "arm64"])
+def test_case_052_apt_offers_no_worker_to_another_userland(node: Node, architecture: str) -> None:
+    """What the agent says of such a node: tests/hosts/userland-i386, armhf-on-aarch64 and musl."""
+    node.apt("update").ok()
+    done = node.apt("-o", f"APT::Architecture={architecture}", "-o", f"APT::Architectures={architecture}", "-s", "install", "appliance-worker")
+    assert done.rc == 100
+    assert "appliance-worker" in done.err
+    assert len([line for line in done.err.splitlines() if line.startswith("E:")]) == 1
 
 
 def test_pages_and_completion_are_installed(node: Node) -> None:

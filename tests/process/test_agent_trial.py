@@ -142,6 +142,18 @@ def test_drained_and_resumed_the_worker_stays(kept: Agent) -> None:
     assert kept.complete().status == 200
 
 
+def test_what_an_earlier_agent_served_is_come_back_to_before_its_trial_is_over(agent: Agent) -> None:
+    """As an upgrade does it: another agent is started, and wants something else."""
+    first = agent.serve("ok")
+    agent.until(lambda status: status.get("ready") and status["trial"])
+    first.send_signal(signal.SIGTERM)
+    first.communicate(timeout=30)
+    agent.serve("sigill")
+    status = agent.until(lambda status: status.get("ready") and bool(status.get("rolled_back")), timeout=60)
+    assert "illegal instruction" in status["rolled_back"]
+    assert events(agent) == ["trial", "kept", "trial", "rolled-back"]
+
+
 def test_what_has_answered_is_come_back_to_even_before_its_trial_is_over(agent: Agent) -> None:
     agent.serve("ok")
     agent.until(lambda status: status.get("ready") and status["trial"])

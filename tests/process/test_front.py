@@ -287,26 +287,53 @@ def test_an_engine_that_dies_in_the_middle_is_no_answer(house: House, stream: bo
 ])
 def test_an_error_event_is_seen_however_it_is_cut(house: House, cuts: tuple[int, ...], event: bytes, failed: int) -> None:
     edges = (0, *cuts, len(event))
+    with answering_once(house, FIRST, *(event[start:end] for start, end in itertools.pairwise(edges))):
+        assert house.complete(stream=True).body == FIRST + event
+    house.until(lambda: house.board.traffic.answered_total + house.board.traffic.failed_total == 1)
+    assert house.board.traffic.failed_total == failed
+
+
+@pytest.mark.parametrize(("pieces", "status", "code", "message"), [
+    ((None,), 502, "worker_lost", "the worker ended before its answer was complete; it is being restarted"),
+    ((b'data: {"error": {"message": "no engine", "code": 500}}\n\n', b"data: [DONE]\n\n"), 500, "worker_failed", "no engine"),
+    ((b'data: {"error": {"message": "too long", "code": 400}}\n\ndata: [DONE]\n\n',), 400, "worker_failed", "too long"),
+    ((b'data: {"error": "?"}\n\n',), 500, "worker_failed", "the worker failed"),
+])
+def test_a_stream_that_has_not_begun_fails_with_a_status(
+    house: House, pieces: tuple[bytes | None, ...], status: int, code: str, message: str
+) -> None:
+    """Then a gateway may ask another node. vLLM sends the headers of a stream before it has a token."""
+    with answering_once(house, *pieces):
+        answer = house.complete(stream=True)
+    assert (answer.status, answer.code, answer.json()["error"]["message"]) == (status, code, message)
+
+
+FIRST = b'data: {"choices": []}\n\n'
+
+
+@contextlib.contextmanager
+def answering_once(house: House, *pieces: bytes | None) -> Iterator[None]:
+    """A worker that answers one request with a stream of these pieces; None closes the connection before its end."""
     with socket.socket(socket.AF_UNIX) as worker:
         worker.bind(str(house.home / "worker.sock"))
         worker.listen()
 
-        def answer_once() -> None:
+        def answer() -> None:
             connection, _ = worker.accept()
-            with connection:
+            with connection, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the door need not read to the end
                 while b"prompt" not in connection.recv(65536):
                     pass
                 connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
-                for start, end in itertools.pairwise(edges):
-                    connection.sendall(b"%x\r\n%s\r\n" % (end - start, event[start:end]))
+                for piece in pieces:
                     time.sleep(0.05)
+                    if piece is None:
+                        return
+                    connection.sendall(b"%x\r\n%s\r\n" % (len(piece), piece))
                 connection.sendall(b"0\r\n\r\n")
 
-        threading.Thread(target=answer_once).start()
+        threading.Thread(target=answer).start()
         house.open()
-        assert house.complete(stream=True).body == event
-    house.until(lambda: house.board.traffic.answered_total + house.board.traffic.failed_total == 1)
-    assert house.board.traffic.failed_total == failed
+        yield
 
 
 def test_a_worker_that_dies_before_its_answer_is_an_error_answer(house: House) -> None:

@@ -71,3 +71,32 @@ def test_a_client_that_leaves_stops_the_engine(served: Served, stream: bool) -> 
     while running(served) > 0:
         assert time.monotonic() - left < 5
         time.sleep(0.05)
+
+
+def post(served: Served, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=120)
+    connection.request("POST", path, body=json.dumps({"model": "default", **body}), headers={"Content-Type": "application/json"})
+    reply = connection.getresponse()
+    found: dict[str, Any] = json.loads(reply.read())
+    connection.close()
+    return reply.status, found
+
+
+def test_case_007_the_effective_context_is_shown_and_nothing_is_cut_to_fit_it(served: Served) -> None:
+    context = int(served.until(lambda status: bool(status["ready"]))["context"])
+    _, body = answer(served, "GET", "/v1/models")
+    assert f'"max_model_len":{context},'.encode() in body
+    assert f"{context} tokens" in served.applianctl("status").stdout
+    words = " ".join(["word"] * (context + 8))
+    longer: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": [1000] * (context + 1), "max_tokens": 1}),
+        ("/v1/completions", {"prompt": [1000] * 16, "max_tokens": context + 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": words}], "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "word"}], "max_tokens": context + 1}),
+    ]
+    for path, wish in longer:
+        status, found = post(served, path, **wish)
+        assert (status, str(context) in found["error"]["message"]) == (400, True), (path, found)
+    assert post(served, "/v1/completions", prompt=[1000] * context, max_tokens=1)[0] == 400  # no room for an answer
+    status, found = post(served, "/v1/completions", prompt=[1000] * 1500, max_tokens=2, ignore_eos=True)
+    assert (status, found["usage"]["prompt_tokens"], found["usage"]["completion_tokens"]) == (200, 1500, 2)

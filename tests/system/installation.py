@@ -91,15 +91,20 @@ def fake_tree(target: Path) -> Path:
     python.chmod(0o755)
     (target / "usr/lib/tmpfiles.d/fake.conf").write_text(FAKE_CONTROL)
     (target / "etc/appliance/appliance.yaml").write_text(FAKE_SETTINGS)
+    put_tiny_model(target / "var/lib/appliance/store")
+    return target
+
+
+def put_tiny_model(folder: Path) -> None:
+    """The model of FAKE_SETTINGS, in a store in this folder."""
     shapes = {
         **int4("model.embed_tokens", 256, 64, 32), **int4("model.layers.0.self_attn.q_proj", 64, 64, 32),
         **int4("model.layers.0.mlp.down_proj", 64, 64, 32), "model.norm.weight": ("BF16", (64,)),
     }
-    store = Store(target / "var/lib/appliance/store")
+    store = Store(folder)
     with store.begin(manifest.key("1" * 64, {})) as draft:
         write_model(draft.folder, CONFIG, shapes)
         store.commit(draft, source="tiny", source_digest="1" * 64, recipe={}, report={}, created="2026-01-01T00:00:00", name="tiny")
-    return target
 
 
 def real_tree(target: Path) -> Path:

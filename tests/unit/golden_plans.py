@@ -79,7 +79,8 @@ def gist(plan: Plan) -> dict[str, Any]:
     full, usable = plan.full, plan.usable_bytes or 0
     return {
         "tier": plan.tier, "kernel": chosen["kernel, one row"].value, "threads": full.threads,
-        "cpus": chosen["cpus"].value if "cpus" in chosen else None, "running": full.running, "context": full.context,
+        "cpus": chosen["cpus"].value if "cpus" in chosen else None,
+        **({"engines": chosen["engines"].value, "why": chosen["engines"].reason} if "engines" in chosen else {}), "running": full.running, "context": full.context,
         "cache": chosen["key/value cache"].reason, "cache_mib": full.kv_bytes >> 20,
         "batch": chosen["batch tokens"].value, "compile": chosen["compile"].value,
         "peak": f"{plan.peak_bytes >> 20} of {usable >> 20} MiB in {plan.peak_phase}",

@@ -152,7 +152,7 @@ def test_a_configuration_that_was_given_up_is_not_applied_again(operator: Operat
     from appliance.cli import apply
 
     app = Application(env=operator.env)
-    wanted = apply._wanted_id(app, apply.prepare(app, assignments={"context": 256}), app.worker_python())
+    wanted = apply._wanted_id(app, apply.prepare(app, assignments={"context": 256}), app.worker_python(), {})
     record = load(operator.state)
     record.failed[wanted] = "it hung"
     record.save()

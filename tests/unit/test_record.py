@@ -153,6 +153,18 @@ def test_a_rung_that_the_plan_lost_is_forgotten(tmp_path: Path) -> None:
     assert "no rung of the plan any more" in record.history[-1]["sentence"]
 
 
+def test_nobody_goes_back_by_hand_to_a_worker_that_is_gone(tmp_path: Path) -> None:
+    python = tmp_path / "workers/1.0/bin/python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    record = Record(path=tmp_path / "record.json")
+    record.keep(make("A", python=str(python)), "kept", now=1.0)
+    record.keep(make("A", python=str(tmp_path / "workers/1.1/bin/python")), "kept", now=2.0)
+    assert record.roll_back_refusal() is None
+    python.unlink()
+    assert "apt install appliance=1.0" in str(record.roll_back(now=3.0))
+
+
 def test_reset_forgets_rungs_failures_and_counts_but_not_what_was_good(tmp_path: Path) -> None:
     record = filled(tmp_path)
     record.reset(now=NOW)

@@ -242,8 +242,8 @@ def test_a_trial_of_no_time_needs_an_answer_all_the_same() -> None:
         (None, None, 700.0, True, Pass, "without a fault"),
         (40.0, None, 700.0, True, None, ""),
         (40.0, None, 1300.0, True, Pass, "could not be measured"),
-        (40.0, 38.0, 700.0, True, Pass, "38.0 tokens/s, 40.0 before the upgrade"),
-        (40.0, 30.0, 5.0, True, Fail, "30.0 tokens/s, 40.0 before the upgrade: 25 % slower, 10 % are allowed"),
+        (40.0, 38.0, 700.0, True, Pass, "38.0 tokens/s, 40.0 before"),
+        (40.0, 30.0, 5.0, True, Fail, "30.0 tokens/s, 40.0 before: 25 % slower, 10 % are allowed"),
         (40.0, 30.0, 5.0, False, None, ""),
         (40.0, 30.0, 700.0, False, Pass, "25 % slower"),
         (40.0, 50.0, 700.0, True, Pass, "50.0 tokens/s"),
@@ -263,3 +263,60 @@ def test_only_an_upgrade_is_compared() -> None:
     assert not trial.comparable(make("A", version="1"), make("B", version="2"))
     assert not trial.comparable(make("A"), make("A"))
 
+
+
+# ---- figures --------------------------------------------------------------------------------------------------------
+
+
+def test_figures_are_part_of_a_candidate_and_none_are_none() -> None:
+    plain, tuned = make("A"), trial.with_figures(make("A"), {"threads": 1})
+    assert trial.with_figures(plain, {}) == plain
+    assert tuned.id != plain.id
+    assert from_json(json.loads(json.dumps(to_json(tuned)))) == tuned
+    older = {key: value for key, value in to_json(plain).items() if key != "figures"}
+    assert from_json(older) == plain, "as written before candidates had figures"
+    assert difference(plain, tuned) == "measured threads: rule of thumb -> 1"
+    assert trial.only_figures(plain, tuned)
+    assert not trial.only_figures(plain, plain)
+    assert not trial.only_figures(make("B"), tuned)
+    assert trial.comparable(plain, tuned)
+
+
+FIGURES = [  # name, good, wanted, asked for, failed before -> served, on trial, adopted, instead
+    ("by themselves they count without a trial", {}, {"threads": 1}, False, False, {"threads": 1}, False, True, False),
+    ("none any more count as well", {"threads": 1}, {}, False, False, {}, False, True, False),
+    ("asked for they are on trial", {}, {"threads": 1}, True, False, {"threads": 1}, True, False, False),
+    ("failed ones are not served again", {"threads": 2}, {"threads": 1}, True, True, {"threads": 2}, False, False, True),
+    ("not by themselves either", {"threads": 2}, {"threads": 1}, False, True, {"threads": 2}, False, False, True),
+    ("the good ones need nothing", {"threads": 1}, {"threads": 1}, True, False, {"threads": 1}, False, False, False),
+]
+
+
+@pytest.mark.parametrize(("name", "good", "wanted", "asked", "failed", "served", "on_trial", "adopted", "instead"), FIGURES, ids=[case[0] for case in FIGURES])
+def test_when_figures_are_on_trial(name: str, good: dict[str, int], wanted: dict[str, int], asked: bool, failed: bool,
+                                   served: dict[str, int], on_trial: bool, adopted: bool, instead: bool) -> None:
+    wants = trial.with_figures(make("A"), wanted)
+    found = choose(wants, trial.with_figures(make("A"), good), {wants.id: "slow"} if failed else {}, asked=asked)
+    assert (found.candidate.figures, found.on_trial, found.adopted, found.instead) == (served, on_trial, adopted, instead)
+
+
+def test_with_another_setting_they_are_on_trial_as_it_is() -> None:
+    good = make("A", settings=Settings(context=512))
+    assert choose(trial.with_figures(make("A"), {"threads": 1}), good, {}).on_trial
+
+
+def test_an_upgrade_goes_back_to_the_figures_before() -> None:
+    good = trial.with_figures(make("A", version="1"), {"threads": 2})
+    wanted = trial.with_figures(make("A", version="2"), {"threads": 1})
+    assert choose(wanted, good, {}).fallback == trial.with_figures(make("A", version="2"), {"threads": 2})
+
+
+def test_the_good_one_by_other_figures_stays_the_good_one(tmp_path: Path) -> None:
+    known = load(tmp_path)
+    known.keep(make("B"), "", now=1.0)
+    known.keep(make("A"), "", now=2.0)
+    known.adopt(trial.with_figures(make("A"), {"threads": 1}), "measured threads: rule of thumb -> 1", now=3.0)
+    again = load(tmp_path)
+    assert again.good == trial.with_figures(make("A"), {"threads": 1})
+    assert again.previous == make("B")
+    assert again.history[-1]["event"] == "figures"

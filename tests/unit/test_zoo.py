@@ -137,7 +137,9 @@ def test_case_048_the_soft_limit_is_the_ceiling_where_there_is_no_swap() -> None
     ("single-core", 1, None), ("alder-lake-8p8e", 8, "0-15"), ("meteor-lake-2p8e2l", 2, "0-3"), ("n100", 4, None),
     ("hybrid-only-efficiency", 8, None), ("haswell-4790", 4, None), ("zen3-5600g", 6, None), ("zen5-9950x", 16, None),
     ("ice-lake-vm", 4, None), ("zen4c-bergamo-128", 128, None), ("sierra-forest-96", 96, None),
-    ("broadwell-two-sockets", 14, "0-13,28-41"), ("zen2-nps4", 16, "0-15,64-79"), ("granite-rapids-256", 43, "0-42"),
+    ("broadwell-two-sockets", 14, "0-13,28-41 | 14-27,42-55"),
+    ("zen2-nps4", 16, "0-15,64-79 | 16-31,80-95 | 32-47,96-111 | 48-63,112-127"),
+    ("granite-rapids-256", 42, "0-42 | 43-84 | 85-127 | 128-170 | 171-212 | 213-255"),
 ])
 def test_case_049_threads_and_where_they_run(name: str, threads: int, cpus: str | None) -> None:
     plan = ZOO[name]["smollm2"]

@@ -1,0 +1,102 @@
+"""The worker's installed versions: the one to use, those that may be needed, and the end of the others.
+
+A package puts each version into a folder of its own, TREES/VERSION, and points LINK at the newest; the agent tries that
+one and can go back to the one before, because both are there. Does: resolve the link, tell what the record still needs,
+remove the rest (as root: `python -m appliance.workers`, started by appliance-old-workers.path when the agent has called
+`settled`). Does not: install, or decide which version serves. Rules:
+
+* The link's target, the last good version and the one on trial stay; with a record that cannot be read, all stay.
+* The record belongs to another account: it is read as data, bounded, never through a link, and its words are compared
+  with names of folders, never used as a path.
+* Only folders go; what is a link, or begins with a dot (the package's own work), stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+LINK = Path("/usr/lib/appliance/worker")
+TREES = Path("/usr/lib/appliance/workers")
+RECORD = Path("/var/lib/appliance/state/record.json")
+PYTHON = "bin/python"
+LOCK = ".lock"
+SETTLED = "worker-settled"
+"""A file in the runtime folder, written anew when no trial is open: what is old may go."""
+MAX_RECORD_BYTES = 16 << 20
+
+
+def resolved(python: str) -> str:
+    """The interpreter by the folder of its version: LINK/bin/python -> TREES/VERSION/bin/python. Another path stays as
+    it is, and so does one whose folder is no link."""
+    place = Path(python)
+    home = place.parent.parent
+    return str(home.resolve() / PYTHON) if place.parts[-2:] == ("bin", "python") and home.is_symlink() else python
+
+
+def lost_interpreter(python: str) -> str | None:
+    """Where a worker is installed whose interpreter is gone from this node, the name of that interpreter."""
+    place = Path(python)
+    return str(place.readlink()) if place.is_symlink() and not place.exists() else None
+
+
+def settled(runtime: Path) -> None:
+    """Say that no trial is open. A disk that refuses is no reason to stop: it is said again at the next start."""
+    with contextlib.suppress(OSError):
+        (runtime / SETTLED).write_text("")
+
+
+def superfluous(trees: Path, link: Path, record: Path) -> list[Path]:
+    """The folders that nothing needs any more."""
+    known = _record(record)
+    if known is None or not link.is_symlink():
+        return []
+    pythons = {_python(known.get("good")), _python((known.get("trial") or {}).get("candidate"))}
+    needed = {link.resolve()}
+    return sorted(tree for tree in trees.iterdir()
+                  if tree.is_dir() and not tree.is_symlink() and not tree.name.startswith(".")
+                  and tree.resolve() not in needed and str(tree / PYTHON) not in pythons)
+
+
+def main() -> int:
+    with contextlib.suppress(FileNotFoundError), open(TREES / LOCK, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for tree in superfluous(TREES, LINK, RECORD):
+            print(f"removing the worker {tree.name}: it is not needed any more", flush=True)
+            shutil.rmtree(tree)
+    return 0
+
+
+def _record(path: Path) -> dict[str, Any] | None:
+    """What the agent remembers; empty where it has never run, None where that cannot be told."""
+    try:
+        # Not through a link, and without waiting for the other end of a pipe.
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return None
+            data = file.read(MAX_RECORD_BYTES + 1)
+    except FileNotFoundError:
+        return {}
+    except OSError:
+        return None
+    try:
+        tree = json.loads(data) if len(data) <= MAX_RECORD_BYTES else None
+    except (ValueError, RecursionError):
+        return None
+    return tree if isinstance(tree, dict) and isinstance(tree.get("trial") or {}, dict) else None
+
+
+def _python(candidate: Any) -> str | None:
+    found = candidate.get("worker_python") if isinstance(candidate, dict) else None
+    return found if isinstance(found, str) else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

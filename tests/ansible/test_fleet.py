@@ -1,0 +1,221 @@
+"""rollout, rollback, status and benchmark on three booted nodes, over SSH; the fake worker serves.
+
+The packages, scripts, unit, agent and trials are the real ones. test_served_fleet.py does the same with real vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ansible.conftest import DEBS, ONE, ROOT, TWO
+from tests.ansible.fleet import NAMES, PENDING, Fleet, batches, fleet, installed, told
+from tests.packages.releases import repository, stand_in
+from tests.system.testhost.host import Host
+
+DIES = "0.3.0~deb12"
+STEP_S = 0.02
+"""Of the fake worker: 50 tokens a second on any machine."""
+SETTINGS = {"trial_s": 5, "drain_s": 5, "probe_s": 2, "memory": {"reserve": "64M"}, "worker": {"env": {"FAKE_TOKEN_S": str(STEP_S)}}}
+SLOWER = {**SETTINGS, "worker": {"env": {"FAKE_TOKEN_S": str(3 * STEP_S)}}}
+CHEAP = {"rollout_bench_tokens": 24, "rollout_bench_tries": 1, "rollout_loss_pct": 40, "rollout_kept": "none", "fleet_settle_s": 60}
+
+
+@pytest.fixture(scope="module")
+def published(needed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ONE and TWO work, the worker of DIES does not start."""
+    if not list(DEBS.glob("appliance-worker_*.deb")):
+        pytest.skip(f"there are no packages in {DEBS}: make deb")
+    folder = tmp_path_factory.mktemp("fleet")
+    for version, fake in ((ONE, "ok"), (TWO, "ok"), (DIES, "crash")):
+        stand_in(DEBS, folder / version, version=version, fake=fake)
+    for deb in (*(ROOT / "build/deb").glob("appliance-model-smollm2_*.deb"), *needed.glob("python3-sdnotify_*.deb")):
+        shutil.copy(deb, folder / ONE)
+    return repository([folder / version for version in (ONE, TWO, DIES)], folder / "apt", keys=folder / "keys")
+
+
+@pytest.fixture(scope="module")
+def variables(published: Path) -> dict[str, Any]:
+    return {"appliance_repository_uri": "file:/srv/repository", "appliance_repository_key": (published / "appliance.asc").read_text(),
+            "appliance_config": SETTINGS, "appliance_wait_s": 120, **CHEAP}
+
+
+@pytest.fixture(scope="module")
+def serving(published: Path, variables: dict[str, Any], make_host: Callable[..., Host], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with installed(tmp_path_factory.mktemp("first"), make_host, published, variables, appliance_version=ONE) as layer:
+        yield layer
+
+
+@pytest.fixture
+def nodes(serving: str, published: Path, variables: dict[str, Any], make_host: Callable[..., Host], tmp_path: Path) -> Iterator[Fleet]:
+    with fleet(tmp_path, serving, make_host, published, variables) as found:
+        yield found
+
+
+def test_a_rollout_goes_canary_first_and_says_what_it_did(nodes: Fleet) -> None:
+    before = nodes.all_seen()
+    ran = nodes.play("rollout.yml", appliance_version=TWO, rollout_canary="web2", rollout_batch=1).ok()
+    assert batches(ran) == ["web2", "web1", "web3"]
+    assert {name: nodes.version(name) for name in nodes.hosts} == dict.fromkeys(nodes.hosts, TWO)
+    after = nodes.all_seen()
+    assert all(seen.answers for seen in after.values())
+    for name in nodes.hosts:
+        record = nodes.record(name)
+        assert record["before"]["packages"]["appliance-worker"] == ONE
+        assert record["now"]["decode_tok_s"] == pytest.approx(1 / STEP_S, rel=0.4)
+        assert not nodes.node(name).file(PENDING).exists()
+
+    again = nodes.play("rollout.yml", appliance_version=TWO, rollout_canary="web2", rollout_batch=1).ok()
+    assert again.changed == 0, again.changes()
+    assert {name: seen.worker_pid for name, seen in nodes.all_seen().items()} == {name: seen.worker_pid for name, seen in after.items()}
+    assert nodes.record("web1")["before"]["packages"]["appliance-worker"] == ONE  # a run without a change forgets nothing
+
+    nodes.play("rollback.yml").ok()
+    back = nodes.all_seen()
+    assert {name: (seen.version, seen.config, seen.answers) for name, seen in back.items()} == {
+        name: (ONE, seen.config, True) for name, seen in before.items()}
+    once_more = nodes.play("rollback.yml").ok()
+    assert once_more.changed == 0, once_more.changes()
+    nodes.play("rollback.yml", rollback_to=TWO, rollback_hosts="web3").ok()
+    assert nodes.version("web3") == TWO
+    assert nodes.seen("web3").answers
+
+
+def test_a_canary_whose_worker_dies_leaves_the_fleet_as_it_was(nodes: Fleet) -> None:
+    before = nodes.all_seen()
+    sentence = told(nodes.play("rollout.yml", appliance_version=DIES))
+    assert sentence.startswith("rollout stopped at the canary: web1: ")
+    assert "this fake always crashes" in sentence or "died" in sentence, sentence
+    assert sentence.endswith("as before and well: web1. untouched: web2, web3")
+    after = nodes.all_seen()
+    assert (after["web2"], after["web3"]) == (before["web2"], before["web3"])  # the same workers too
+    assert (after["web1"].version, after["web1"].config, after["web1"].model, after["web1"].answers) == (
+        ONE, before["web1"].config, before["web1"].model, True)
+    rows = nodes.rows()
+    assert {(row["state"], row["version"]) for row in rows.values()} == {("ready", ONE)}
+    assert all(row["last answer or error"].startswith("answered ") for row in rows.values())
+    assert nodes.record("web1") == {}  # nothing was achieved that one could go back from
+
+    nodes.play("rollout.yml", appliance_version=TWO).ok()  # and the next one is not hindered by it
+    assert {nodes.version(name) for name in nodes.hosts} == {TWO}
+
+
+def test_a_batch_with_a_slow_node_goes_back_whole(nodes: Fleet) -> None:
+    """web3 gets settings that make it slow; web2 in the same batch is well and goes back with it, web1 stays."""
+    before = nodes.all_seen()
+    (nodes.folder / "host_vars").mkdir()
+    (nodes.folder / "host_vars/web3.yml").write_text(json.dumps({"appliance_config": SLOWER}))
+    sentence = told(nodes.play("rollout.yml", appliance_version=TWO, rollout_batch=2))
+    assert sentence.startswith("rollout stopped at a batch: web3: too slow: ")
+    assert "the canary's were" in sentence
+    assert sentence.endswith("as before and well: web2, web3. untouched: none")
+    after = nodes.all_seen()
+    assert {name: seen.version for name, seen in after.items()} == {"web1": TWO, "web2": ONE, "web3": ONE}
+    assert all(seen.answers for seen in after.values())
+    assert {name: seen.config for name, seen in after.items()} == {name: seen.config for name, seen in before.items()}
+
+
+def test_an_unreachable_node_stops_its_batch_or_is_skipped(nodes: Fleet) -> None:
+    nodes.hosts["web3"].poweroff()
+    sentence = told(nodes.play("rollout.yml", appliance_version=TWO, rollout_batch=1))
+    assert "web3: unreachable: " in sentence
+    assert sentence.endswith("untouched: web3")
+    assert (nodes.version("web1"), nodes.version("web2")) == (TWO, TWO)
+    refused = nodes.play("rollout.yml", appliance_version=ONE, rollout_canary="web3", rollout_unreachable="skip")
+    assert refused.refusals() == ["the canary web3 cannot be reached; choose another with rollout_canary"]
+
+    back = nodes.play("rollout.yml", appliance_version=ONE, rollout_unreachable="skip").ok()
+    assert "unreachable and skipped: web3" in back.out
+    assert (nodes.version("web1"), nodes.version("web2")) == (ONE, ONE)
+    rows = nodes.rows()
+    assert rows["web3"]["state"] == "unreachable"
+    assert "10.213." in rows["web3"]["last answer or error"]
+    assert (rows["web1"]["state"], rows["web1"]["version"]) == ("ready", ONE)
+
+
+def test_a_node_that_is_lost_in_the_middle_comes_back_by_rollback(nodes: Fleet) -> None:
+    running = nodes.start("rollout.yml", appliance_version=TWO, rollout_batch=2)
+    wait_for(nodes.node("web3").file(PENDING), running)
+    nodes.hosts["web3"].kill()
+    out = running.communicate(timeout=300)[0]
+    assert running.returncode != 0, out[-3000:]
+    assert "web3: unreachable in the middle of its upgrade" in out
+    assert "as before and well: web2" in out
+    assert (nodes.version("web1"), nodes.version("web2")) == (TWO, ONE)
+    nodes.hosts["web3"].boot()
+    nodes.play("rollback.yml", "--limit", "web3").ok()
+    seen = nodes.seen("web3")
+    assert (seen.version, seen.answers) == (ONE, True)
+
+
+def test_an_interrupted_rollout_goes_on_and_still_knows_the_way_back(nodes: Fleet) -> None:
+    running = nodes.start("rollout.yml", appliance_version=TWO, rollout_batch=1)
+    wait_for(nodes.node("web2").file(PENDING), running)
+    os.killpg(running.pid, signal.SIGKILL)
+    running.communicate()
+    nodes.play("rollout.yml", appliance_version=TWO, rollout_batch=1).ok()
+    assert {nodes.version(name) for name in NAMES} == {TWO}
+    assert {nodes.record(name)["before"]["packages"]["appliance-worker"] for name in NAMES} == {ONE}
+    assert not any(nodes.node(name).file(PENDING).exists() for name in NAMES)
+
+
+def test_a_first_installation_that_fails_is_taken_off_again(make_host: Callable[..., Host], published: Path, variables: dict[str, Any],
+                                                          tmp_path: Path) -> None:
+    with make_host(binds=((str(published), "/srv/repository"),)) as host:
+        fresh = Fleet(tmp_path, {"web1": host}, **variables)
+        sentence = told(fresh.play("rollout.yml", appliance_version=DIES, appliance_wait_s=15))
+        assert sentence.endswith("as before and well: web1. untouched: none")
+        assert fresh.node("web1").processes() == []
+        assert fresh.rows()["web1"]["last answer or error"] == "the appliance is not installed"
+
+
+def test_status_shows_nodes_that_do_not_serve(nodes: Fleet) -> None:
+    nodes.hosts["web1"].run(["systemctl", "stop", "appliance"], check=True)
+    nodes.hosts["web2"].run(["mv", "/usr/bin/python3", "/usr/bin/python3.away"], check=True)
+    ran = nodes.play("status.yml")
+    assert ran.rc == 0
+    lines = [line.strip().strip('",') for line in ran.out.splitlines() if re.match(r'\s+"(host|web)', line)]
+    assert lines[0].split()[0] == "host"
+    assert re.match(r"web1\s+stopped ", lines[1])
+    assert "applianctl start" in lines[1]
+    assert re.match(r"web2\s+unreachable ", lines[2])
+    assert re.match(r"web3\s+ready\s+avx", lines[3])
+    assert ran.changed == 0
+
+
+def test_benchmark_measures_all_but_the_busy(nodes: Fleet) -> None:
+    body = json.dumps({"model": "default", "prompt": "x", "max_tokens": 1000, "stream": True})
+    busy = nodes.hosts["web2"].popen(["curl", "-sN", "-H", "content-type: application/json", "-d", body, "http://127.0.0.1:8000/v1/completions"],
+                                     stdout=subprocess.DEVNULL)
+    nodes.node("web2").wait_for(lambda status: status.get("running"), 20, "busy")
+    ran = nodes.play("benchmark.yml", benchmark_tokens=16, benchmark_prompt=16, benchmark_streams=2,
+                     benchmark_json=str(nodes.folder / "b.json"), benchmark_csv=str(nodes.folder / "b.csv"))
+    nodes.hosts["web2"].kill_command(busy)
+    busy.wait()
+    assert ran.refusals() == ["not measured: web2; the table says why"]
+    rows = {row["host"]: row for row in json.loads((nodes.folder / "b.json").read_text())}
+    assert rows["web2"]["refused"] == "busy: 1 requests are running or waiting"
+    assert rows["web2"]["decode tok/s"] is None
+    for name in ("web1", "web3"):
+        assert rows[name]["decode tok/s"] == pytest.approx(1 / STEP_S, rel=0.4)
+        assert rows[name]["refused"] == ""
+    assert len((nodes.folder / "b.csv").read_text().splitlines()) == 4
+    assert ran.changed == 2  # the two files on the controller
+
+
+def wait_for(file: Path, running: subprocess.Popen[str], timeout_s: float = 240) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not file.exists():
+        assert running.poll() is None, running.communicate()[0][-4000:]
+        assert time.monotonic() < deadline, file
+        time.sleep(0.1)
