@@ -18,7 +18,7 @@ export APPLIANCE_HOME ?= $(CURDIR)/.run
 export PROMPT
 # The worker's interpreter is found beside the agent's environment; nothing to configure.
 
-.PHONY: help run status chat test test-fast test-worker test-fuzz test-gguf test-served test-models test-fields test-chaos test-engines soak test-system install install-agent deb apt-repo test-packages test-ansible lint-ansible bench bench-memory bench-fidelity bench-kernels bench-serving bench-peers bench-report lint lock goldens clean
+.PHONY: help run status chat test test-fast test-worker test-fuzz test-gguf test-served test-models test-fields test-chaos test-engines soak test-system install install-agent deb apt-repo test-packages test-ansible test-fleet lint-ansible bench bench-memory bench-fidelity bench-kernels bench-serving bench-peers bench-report lint lock goldens clean
 
 help:           ## This list.
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -125,7 +125,10 @@ test-packages: $(AGENT)/.test  ## The built packages on throw-away hosts: instal
 	$(AGENT)/bin/python -m pytest tests/packages
 
 test-ansible: $(AGENT)/.test build/ansible/.installed  ## The Ansible collection against throw-away hosts (after deb; root).
-	$(AGENT)/bin/python -m pytest tests/ansible
+	$(AGENT)/bin/python -m pytest tests/ansible -m "not heavy"
+
+test-fleet: $(AGENT)/.test build/ansible/.installed  ## Drills of a rollout on three hosts with real vLLM (after deb; root; many minutes).
+	$(AGENT)/bin/python -m pytest tests/ansible/test_served_fleet.py
 
 lint-ansible: build/ansible/.installed  ## ansible-lint with its production profile.
 	cd ansible && PATH=$(CURDIR)/build/ansible/bin:$$PATH ANSIBLE_COLLECTIONS_PATH=$(CURDIR)/build/ansible/collections \

@@ -68,7 +68,8 @@ class Application:
         self.service  # noqa: B018  # likewise
         if os.geteuid() != 0:
             return
-        for folder in (places.state, places.store):
+        # The folder above: on a fresh installation a command may come before the start that makes the other two.
+        for folder in (places.state, places.store, places.state.parent):
             if folder.exists():
                 owner = folder.stat()
                 if owner.st_uid != 0:

@@ -2,7 +2,8 @@
 
 A probe asks all engines at once, each by its number (vLLM takes it as a header; the front door passes none on). While
 engines owe an answer their own counters and their own CPU time are what the verdict goes by, not those of the others.
-Rule: answers to users say nothing about an engine that gives none, so engines are probed however many there are.
+Rule: answers to users say nothing about an engine that gives none, so each is probed again and again, however many
+answers users get.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping
 from appliance.supervisor.background import Background
 from appliance.supervisor.health import Answer, Busy
 
-CALL_S = 0.02
+LOOK_S = 0.02
 Reply = Answer | Busy | str
 
 
@@ -35,7 +36,7 @@ class EngineWatch:
         asked = {engine: Background(lambda engine=engine: answer(engine), name=f"probe-{engine}")  # type: ignore[misc]
                  for engine in sorted(self._owing)}
         while not all(one.done for one in asked.values()):
-            pause(CALL_S)
+            pause(LOOK_S)
             self._owing = frozenset(engine for engine, one in asked.items()
                                     if not (one.done and isinstance(one.result, Answer)))
         answers = {engine: one.result or "the probe ended without a word" for engine, one in asked.items()}

@@ -178,7 +178,9 @@ def kill_host(node: Service) -> None:
 
 
 def powercut(node: Service) -> None:
+    """The host is silent for a while, as a machine without power is."""
     node.host.powercut()
+    time.sleep(8)
     node.host.boot(wait=False)
 
 

@@ -48,8 +48,9 @@ class Ran:
     recap: dict[str, Recap]
 
     def ok(self) -> Ran:
-        assert self.rc == 0, self.out[-6000:]
-        assert all(one.well for one in self.recap.values()), self.out[-6000:]
+        assert self.rc == 0, f"{self.refusals()}\n{self.out[-2500:]}"
+        assert self.recap, self.out[-2500:]
+        assert all(one.well for one in self.recap.values()), self.out[-2500:]
         return self
 
     @property
@@ -105,7 +106,7 @@ class Controller:
             (self.folder / "extra.json").write_text(json.dumps(extra))
             command += ["--extra-vars", f"@{self.folder / 'extra.json'}"]
         env = {"PATH": f"{TOOLS / 'bin'}:{os.environ['PATH']}", "HOME": str(self.folder), "LANG": "C.UTF-8", "ANSIBLE_CONFIG": str(self._settings()),
-               "ANSIBLE_COLLECTIONS_PATH": str(TOOLS / "collections"), "ANSIBLE_HOST_KEY_CHECKING": "False", "ANSIBLE_NOCOLOR": "1",
+               "ANSIBLE_COLLECTIONS_PATH": str(TOOLS / "collections"), "ANSIBLE_HOST_KEY_CHECKING": "False", "ANSIBLE_NOCOLOR": "1", "ANSIBLE_TIMEOUT": "60",
                "ANSIBLE_SSH_ARGS": "-o ControlMaster=auto -o ControlPersist=30s -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR",
                "ANSIBLE_PIPELINING": "True", "ANSIBLE_DISPLAY_SKIPPED_HOSTS": "no", "ANSIBLE_DEPRECATION_WARNINGS": "True"}
         return subprocess.Popen(command, env=env, cwd=self.folder, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

@@ -104,6 +104,6 @@ def batches(ran: Ran) -> list[str]:
 def told(ran: Ran) -> str:
     """The one sentence of a run that was stopped."""
     assert ran.rc != 0, ran.out[-4000:]
-    sentences = [text for text in ran.refusals() if text.startswith("rollout stopped")]
+    sentences = [text for text in ran.refusals().values() if text.startswith("rollout stopped")]
     assert len(set(sentences)) == 1, ran.out[-6000:]
     return sentences[0]

@@ -50,8 +50,10 @@ class Load:
     """The prompt is said so often: its length counts too."""
     ends: list[End] = field(default_factory=list)
 
-    def __enter__(self) -> Load:
+    def __post_init__(self) -> None:
         self._tls = ssl.create_default_context(cafile=self.authority) if self.authority else None
+
+    def __enter__(self) -> Load:
         self._over = threading.Event()
         self._began = time.monotonic()
         self._users = [threading.Thread(target=self._use, args=(random.Random(number),), daemon=True) for number in range(self.count)]

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.ansible.conftest import ONE, ROOT, TWO
+from tests.ansible.conftest import DEBS, ONE, ROOT, TWO
 from tests.ansible.controller import COLLECTION, TOOLS, Controller, Ran
 from tests.packages.node import Node
 from tests.packages.releases import repository
@@ -351,7 +351,7 @@ def test_models_of_the_controller(make_fleet: Callable[..., Fleet], tmp_path: Pa
     fleet.play().ok()
     assert fleet.node.status()["model"] == "my-model.q4"
     assert fleet.starts() == 1
-    assert fleet.host.run("ls /var/tmp").out == ""
+    assert fleet.host.run("ls -d /var/tmp/appliance*").out == ""
     assert "appliance-model-smollm2" not in fleet.node.installed_mb()
     pid = fleet.worker()
     assert fleet.play().ok().changed == 0
@@ -367,7 +367,7 @@ def test_models_of_the_controller(make_fleet: Callable[..., Fleet], tmp_path: Pa
 
     bundle.write_bytes(bundle.read_bytes()[:-1000])
     assert "other.bundle" in fleet.play().refusal or "bundle" in fleet.play().refusal
-    assert fleet.host.run("ls /var/tmp").out == ""
+    assert fleet.host.run("ls -d /var/tmp/appliance*").out == ""
     assert fleet.asked() == 200
     assert "there is no model other" in fleet.play(appliance_model="other").refusal
     assert "is no file of the controller" in fleet.play(appliance_model="/nowhere/x.gguf").refusal
@@ -493,7 +493,7 @@ def _keys(task: dict[str, Any]) -> Iterator[str]:
 def test_real_packages_pushed_to_a_closed_off_node_answer_paris(make_host: Callable[..., Host], needed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "debs"
     folder.mkdir()
-    for deb in (*(ROOT / "build/deb").glob("*.deb"), *needed.glob("python3-sdnotify_*.deb")):
+    for deb in (*DEBS.glob("*.deb"), *needed.glob("python3-sdnotify_*.deb")):
         (folder / deb.name).symlink_to(deb)
     with make_host(disk="12G") as host:
         settings = {"context": 2048, "max_running": 2, "trial_s": 5, "drain_s": 5}

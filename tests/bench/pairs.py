@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -41,13 +42,14 @@ def ask(target: Target, seed: int) -> Figures:
             STREAMS_TOK_S: target.together(STREAMS, PROMPT, TOKENS, seed + 2)[0]}
 
 
-def rounds(targets: dict[str, Target], count: int) -> dict[str, list[Figures]]:
-    """The figures of each worker, round by round."""
+def rounds(targets: dict[str, Target], seconds: float) -> dict[str, list[Figures]]:
+    """The figures of each worker, round by round, for so long."""
     names = list(targets)
     found: dict[str, list[Figures]] = {name: [] for name in names}
     for name in names:
         ask(targets[name], 1)  # the first of its kind is slower everywhere
-    for number in range(count):
+    began = time.monotonic()
+    for number in itertools.takewhile(lambda _: time.monotonic() - began < seconds, itertools.count()):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             found[name].append(ask(targets[name], 100 * (number + 1)))
     return found
@@ -74,11 +76,11 @@ def run(args: argparse.Namespace) -> dict[str, object]:
             served._wait(tree, Path(places.socket), lambda _: None)
             print(f"{name}: ready after {time.monotonic() - began:.1f} s", flush=True)
             targets[name] = Target(socket=Path(places.socket), model="default", ids=served.ids(subject.model))
-        found = rounds(targets, args.rounds)
+        found = rounds(targets, args.seconds)
     ratios = {name: {figure: [mine[figure] / plan[figure] for mine, plan in zip(found[name], found[PLAN], strict=True)]
                      for figure in (TOK_S, PREFILL_TOK_S, STREAMS_TOK_S)} for name in found if name != PLAN}
     plan = ", ".join(f"{statistics.median(one[figure] for one in found[PLAN]):.1f} {figure}" for figure in (TOK_S, PREFILL_TOK_S, STREAMS_TOK_S))
-    print(f"{PLAN:45} {plan}")
+    print(f"{PLAN:45} {plan}; {len(found[PLAN])} rounds")
     for name, each in ratios.items():
         print(f"{name + ' / ' + PLAN:45} " + ", ".join(f"{statistics.median(values):.3f} ({quartiles(values)}) {figure}" for figure, values in each.items()), flush=True)
     return {"bench": "pairs", "model": args.model, "machine": machine.facts(), "rounds": found}
@@ -94,7 +96,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=120.0, help="so long rounds are begun")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     with ending_on_sigterm():  # workers would be left over

@@ -123,7 +123,6 @@ def test_a_copy_holds_the_same_bytes_in_memory_of_its_own(tmp_path: Path, model:
 
 
 def test_a_copy_of_a_file_that_shrinks_meanwhile_is_refused(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare(model, tmp_path / "p", lambda event: None)
     real = mapped_module._copy
     monkeypatch.setattr(mapped_module, "_copy", lambda file, size, say: real(file, size + 10, say))
     said: list[str] = []

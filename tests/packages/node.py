@@ -41,7 +41,8 @@ class Node(Service):
 
     def reason(self) -> str:
         """What `applianctl status` says, in its first line."""
-        return (self.control("status").out + self.control("status").err).strip().splitlines()[0]
+        done = self.control("status")
+        return str(done.out + done.err).strip().splitlines()[0]
 
     def verify(self, *packages: str) -> str:
         return self.host.run(["dpkg", "--verify", *packages]).out

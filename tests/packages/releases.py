@@ -6,7 +6,7 @@
     repository([build/deb, target], folder)                                  folder/aptly/public, signed
 
 Does: write each package anew with another version and, for a fault, one module more in the worker. Does not: unpack or
-compress what stays as it is (tar and zstd streams can be put one after another). Rules: `dpkg --verify` of the result
+compress what stays as it is; the worker's data are compressed again where a fault is put before them. Rules: `dpkg --verify` of the result
 is clean; the fault acts in the worker's own Python only.
 """
 
@@ -18,8 +18,10 @@ import os
 import re
 import subprocess
 import tarfile
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).parents[2]
 LINK = 0o120777
@@ -42,7 +44,7 @@ FAULTS = {
     "worker-unusable": "import sys\nsys.exit('a release that is broken on purpose')\n",
     # It starts and never becomes ready.
     "worker-hangs": BEGIN + "if serving:\n    import time\n    time.sleep(3600)\n",
-    # It answers, and each step of the engine takes 30 ms more.
+    # It answers, and each step of the engine takes more than twice as long.
     "worker-slow": BEGIN + """
 if serving:
     import importlib.abc
@@ -63,8 +65,10 @@ if serving:
                     original = getattr(module.EngineCore, step)
 
                     def slow(self, original=original):
-                        time.sleep(0.03)
-                        return original(self)
+                        began = time.monotonic()
+                        done = original(self)
+                        time.sleep(0.01 + 1.5 * (time.monotonic() - began))
+                        return done
 
                     setattr(module.EngineCore, step, slow)
 
@@ -131,8 +135,10 @@ def _rewrite(deb: Path, made: Path, *, old: str, new: str, module: str | None = 
                     _write_member(out, "data.tar.zst", _zstd(_entries(files) + bytes(1024)))
                 elif name.startswith("data.tar") and module is not None:
                     assert name.endswith(".zst"), f"{deb}: {name} is not zstd"
-                    before = _zstd(_entries({path: (data, 0o644) for path, data in _files(_site_packages(deb), module)}))
-                    _write_member(out, name, before, more=(deb, offset, size))
+                    before = _entries({path: (data, 0o644) for path, data in _files(_site_packages(deb), module)})
+                    with tempfile.NamedTemporaryFile(dir=made.parent) as packed:
+                        _prepend(before, deb, packed)
+                        _write_member(out, name, b"", more=(Path(packed.name), 0, Path(packed.name).stat().st_size))
                 else:
                     _write_member(out, name, b"", more=(deb, offset, size))
 
@@ -145,6 +151,17 @@ def _members(deb: Path) -> Iterator[tuple[str, int, int]]:
             size = int(header[48:58])
             yield header[:16].decode().strip().rstrip("/"), file.tell(), size
             file.seek(size + size % 2, os.SEEK_CUR)
+
+
+def _prepend(before: bytes, deb: Path, packed: IO[bytes]) -> None:
+    """The package's data with this before it, in one frame: dpkg reads no second one."""
+    with subprocess.Popen(["zstd", "-q", "-1", "-c"], stdin=subprocess.PIPE, stdout=packed) as compress:
+        assert compress.stdin is not None
+        compress.stdin.write(before)
+        compress.stdin.flush()
+        subprocess.run(["dpkg-deb", "--fsys-tarfile", deb], stdout=compress.stdin, check=True)
+        compress.stdin.close()
+    assert compress.returncode == 0
 
 
 def _write_member(out: io.BufferedWriter, name: str, data: bytes, *, more: tuple[Path, int, int] | None = None) -> None:

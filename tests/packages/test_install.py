@@ -30,7 +30,7 @@ def test_one_apt_install_without_a_network_and_it_answers(whole: Node) -> None:
     seconds = whole.install("appliance")
     began = time.monotonic()
     waiting = whole.host.popen(["applianctl", "status", "--wait"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    phases = []
+    phases: list[str] = []
     while waiting.poll() is None and time.monotonic() - began < READY_S:
         shown = str(whole.show("StatusText").get("StatusText"))
         if not phases or phases[-1] != shown:
@@ -57,6 +57,7 @@ def test_what_was_installed_is_whole_and_confined(whole: Node) -> None:
     judged = whole.host.run(["systemd-analyze", "security", UNIT, "--no-pager"]).out
     exposure = re.search(r"exposure level for \S+: ([\d.]+)", judged)
     assert exposure
+    times.record(case="packages: systemd-analyze security", fault="-", sentence=f"exposure {exposure[1]}")
     assert float(exposure[1]) <= EXPOSURE
     log = whole.file("/var/lib/appliance/state/worker.log").read_text()
     assert "ModuleNotFoundError" not in log
@@ -97,6 +98,7 @@ def test_case_066_installed_again_beside_a_busy_port_it_waits_for_it(whole: Node
         assert time.monotonic() < deadline, whole.reason()
         time.sleep(0.5)
     whole.host.kill_command(holder)
+    holder.wait(10)
     began = time.monotonic()
     whole.wait_ready(READY_S)
     assert whole.answers_paris()

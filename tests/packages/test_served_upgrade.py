@@ -80,6 +80,7 @@ def test_upgraded_under_load_the_gap_is_bounded_and_nothing_accepted_is_lost(ser
 
 def test_a_worker_that_dies_is_rolled_back(served: Upgraded) -> None:
     served.wait_for(lambda _: served.record()["good"]["id"] in served.record()["speeds"], 180, "its speed is measured")
+    good = served.serving()
     with served.client() as asked:
         time.sleep(2)
         served.take(DIES)
@@ -88,23 +89,25 @@ def test_a_worker_that_dies_is_rolled_back(served: Upgraded) -> None:
         FIGURES["broken worker"] = {"rolled back after s": round(time.monotonic() - began, 1), "sentence": sentence}
         time.sleep(2)
     FIGURES["broken worker"] |= seen(asked)  # type: ignore[operator]
-    assert f"worker: {TWO} -> {DIES}" in sentence
+    assert f"worker: {good} -> {DIES}" in sentence
     assert served.answers_paris()
-    assert served.serving() == TWO
+    assert served.serving() == good
     assert asked.lost == 0, asked
 
 
 def test_a_slow_worker_is_rolled_back_where_that_is_configured(served: Upgraded) -> None:
+    good = served.serving()
     served.write_settings(REAL_SETTINGS + "tune: {upgrade_rollback: true}\n")
     served.take(SLOW)
     sentence = served.wait_rolled_back(READY_S)
     FIGURES["slow worker"] = {"sentence": sentence}
     assert "% slower, 10 % are allowed" in sentence
-    assert served.serving() == TWO
-    assert served.trees() == [TWO, SLOW]
+    assert served.serving() == good
+    assert served.trees() == [good, SLOW]
 
 
 def test_power_is_cut_while_the_folder_of_the_next_version_is_made(served: Upgraded) -> None:
+    good = served.serving()
     served.host.run(f"dpkg --unpack /srv/releases/{CUT}/*.deb", timeout_s=300, check=True)
     running = served.host.popen(["dpkg", "--configure", "-a"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
@@ -115,7 +118,7 @@ def test_power_is_cut_while_the_folder_of_the_next_version_is_made(served: Upgra
     running.wait()
     served.host.boot()
     served.wait_ready(READY_S)
-    assert served.serving() == TWO
+    assert served.serving() == good
     done = served.host.run(["dpkg", "--configure", "-a"], timeout_s=300)
     assert done.rc == 0, done.err
     served.wait_kept(CUT, READY_S)

@@ -73,6 +73,9 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if reason := base.missing():
         pytest.skip(reason)
     sweep()
+    for layer in (*base.LAYERS.glob("upgrade-*"), *base.LAYERS.glob("unattended-*")):  # of a test run that was killed
+        if not Path(f"/proc/{layer.name.rpartition('-')[2]}").exists():
+            shutil.rmtree(layer)
     folder = tmp_path_factory.mktemp("needed")
     packages_of_debian(list(NEEDED), folder)
     yield make_layer(name := f"upgrade-{os.getpid()}", folder)
@@ -116,6 +119,14 @@ def add_release(releases: Path, version: str, **how: object) -> str:
     if not (releases / version).exists():
         stand_in(DEBS, releases / version, version=version, **how)  # type: ignore[arg-type]
     return version
+
+
+def test_the_packages_interpreter_is_found_from_every_folder() -> None:
+    """debhelper makes links relative, which would be right in the pool and wrong in a version's folder."""
+    if not (built := list(DEBS.glob("appliance-worker_*.deb"))):
+        pytest.skip(f"there are no packages in {DEBS}: make deb")
+    listed = subprocess.run(["dpkg-deb", "-c", built[0]], capture_output=True, text=True, check=True).stdout
+    assert "./usr/lib/appliance/pool/bin/python -> /usr/bin/python3." in listed
 
 
 # ---- on trial --------------------------------------------------------------------------------------------------------

@@ -194,6 +194,23 @@ def test_threads_are_pinned_where_the_settings_say(serving: Service) -> None:
     assert {line.split()[-1] for line in threads.splitlines()} == {"0"}, threads
 
 
+def test_two_engines_each_on_its_own_cpu(serving: Service) -> None:
+    serving.write_settings(REAL_SETTINGS + "cpu: {engines: 2}\nworker: {env: {APPLIANCE_COPIED: '1'}}\n")
+    worker = serving.leader()
+    serving.host.run(["systemctl", "reload", UNIT], check=True, timeout_s=60)
+    status = serving.wait_for(lambda status: status.get("ready") and status.get("worker_pid") not in (None, worker), AGAIN_S, "two engines")
+    assert status["engines"] == 2
+    engines = serving.host.run(["pgrep", "-f", "^VLLM::EngineCore_DP"]).out.split()
+    assert len(engines) == 2
+    cpus = [{line.split()[-1] for line in serving.host.run(["sh", "-c", f"grep -h Cpus_allowed_list /proc/{engine}/task/*/status"]).out.splitlines()}
+            for engine in engines]
+    assert sorted(map(sorted, cpus)) == [["0"], ["1"]]
+    serving.until_answers(30)
+    log = serving.host.run(["cat", "/var/lib/appliance/state/worker.log"]).out
+    assert log.count("weights copied from") == 2, "under the unit's seccomp filter too"
+    assert "Operation not permitted" not in log
+
+
 def reset(service: Service) -> None:
     """Forget faults and rungs; only on a lower rung that starts the worker anew."""
     service.control("reset").ok()

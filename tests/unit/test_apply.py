@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -249,6 +250,16 @@ def test_files_written_by_root_belong_to_the_service(operator: Operator, tmp_pat
     if args[0] == "apply":
         assert operator.file.read_text() == FILE.replace("tiny", "other").replace("512", "256")
         assert operator.kept() == [FILE]
+
+
+@root_only
+def test_a_command_before_the_first_start_is_the_services_too(operator: Operator, tmp_path: Path) -> None:
+    """A fresh installation has the folder above state and store, and nothing in it."""
+    shutil.rmtree(operator.state, ignore_errors=True)
+    shutil.rmtree(operator.home / "store", ignore_errors=True)
+    give_away(operator, tmp_path)
+    assert "sk-" in in_a_child(operator, "key", "new")
+    assert [str(path) for path in operator.home.rglob("*") if path.lstat().st_uid != OWNER] == []
 
 
 @root_only

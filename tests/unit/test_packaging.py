@@ -53,6 +53,21 @@ def test_a_build_that_cannot_be_is_refused_in_one_line(tmp_path: Path, lacks: st
     assert list(target.iterdir()) == []
 
 
+@pytest.mark.parametrize(("lacks", "refused"), [
+    ("aptly", "build-repository: aptly is missing; apt install aptly gpg"),
+    ("packages", "build-repository: there are no packages in {debs}; make deb"),
+])
+def test_a_repository_of_nothing_is_refused_in_one_line(tmp_path: Path, lacks: str, refused: str) -> None:
+    tools, debs = tmp_path / "tools", tmp_path / "deb"
+    for name in ("aptly", "gpg"):
+        if name != lacks:
+            program(tools / name, "exit 1")
+    for name in ("sh", "realpath", "mkdir", "ls"):
+        (tools / name).symlink_to(f"/usr/bin/{name}")
+    done = subprocess.run([PACKAGING / "build-repository", debs, tmp_path / "apt"], env={"PATH": str(tools)}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (78, refused.format(debs=debs) + "\n")
+
+
 def test_an_environment_of_another_python_makes_no_tree(tmp_path: Path) -> None:
     (tmp_path / "environment/lib/python3.99/site-packages").mkdir(parents=True)
     done = subprocess.run([sys.executable, PACKAGING / "worker_tree.py", tmp_path / "environment", "none.whl", tmp_path / "target"], capture_output=True, text=True, check=False)
