@@ -85,8 +85,8 @@ def candidate(*, model: str, digest: str, settings: Mapping[str, Any], worker_py
 
 def worker_version(python: str) -> str | None:
     """The version of a worker that a package has put into a folder of its own; None for another worker."""
-    *_, folder, version, _, _ = ("", "", "", "", *python.split("/"))
-    return version if folder == "workers" else None
+    parts = python.split("/")[-4:]
+    return parts[1] if parts[0] == "workers" else None
 
 
 def to_json(what: Candidate) -> dict[str, Any]:

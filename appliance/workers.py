@@ -6,9 +6,10 @@ remove the rest (as root: `python -m appliance.workers`, started by appliance-ol
 `settled`). Does not: install, or decide which version serves. Rules:
 
 * The link's target, the last good version and the one on trial stay; with a record that cannot be read, all stay.
-* The record belongs to another account: it is read as data, bounded, never through a link, and its words are compared
+* The record belongs to another account: it is read as data, bounded, not where it is a link, and its words are compared
   with names of folders, never used as a path.
-* Only folders go; what is a link, or begins with a dot (the package's own work), stays.
+* Only folders go; what is a link, or begins with a dot (the package's own work), stays. One that goes loses its name
+  first: half of a version is never found under it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ LINK = Path("/usr/lib/appliance/worker")
 TREES = Path("/usr/lib/appliance/workers")
 RECORD = Path("/var/lib/appliance/state/record.json")
 PYTHON = "bin/python"
-LOCK = ".lock"
+LOCK, GOING = ".lock", ".going-"
 SETTLED = "worker-settled"
 """A file in the runtime folder, written anew when no trial is open: what is old may go."""
 MAX_RECORD_BYTES = 16 << 20
@@ -59,23 +60,37 @@ def superfluous(trees: Path, link: Path, record: Path) -> list[Path]:
     if known is None or not link.is_symlink():
         return []
     pythons = {_python(known.get("good")), _python((known.get("trial") or {}).get("candidate"))}
-    needed = {link.resolve()}
-    return sorted(tree for tree in trees.iterdir()
+    newest, home = link.resolve(), trees.resolve()  # as `resolved` writes it: a folder above may be a link
+    return sorted(tree for tree in home.iterdir()
                   if tree.is_dir() and not tree.is_symlink() and not tree.name.startswith(".")
-                  and tree.resolve() not in needed and str(tree / PYTHON) not in pythons)
+                  and tree != newest and str(tree / PYTHON) not in pythons)
+
+
+def remove(trees: Path, link: Path, record: Path) -> None:
+    """Remove what is superfluous, and what an earlier removal left when it was interrupted. Raises OSError."""
+    for tree in superfluous(trees, link, record):
+        print(f"removing the worker {tree.name}: it is not needed any more", flush=True)
+        tree.rename(tree.with_name(GOING + tree.name))
+    for tree in trees.glob(GOING + "*"):
+        shutil.rmtree(tree)
 
 
 def main() -> int:
-    with contextlib.suppress(FileNotFoundError), open(TREES / LOCK, "w") as lock:
+    if not TREES.is_dir():  # no package has put a worker here
+        return 0
+    with open(TREES / LOCK, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for tree in superfluous(TREES, LINK, RECORD):
-            print(f"removing the worker {tree.name}: it is not needed any more", flush=True)
-            shutil.rmtree(tree)
+        try:
+            remove(TREES, LINK, RECORD)
+        except OSError as error:
+            print(f"an old worker could not be removed: {error}; it is tried again later", file=sys.stderr)
+            return 73
     return 0
 
 
 def _record(path: Path) -> dict[str, Any] | None:
-    """What the agent remembers; empty where it has never run, None where that cannot be told."""
+    """What the agent remembers; empty where it remembers nothing, None where that cannot be told: a folder that is
+    not there may be one that is not mounted."""
     try:
         # Not through a link, and without waiting for the other end of a pipe.
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -83,7 +98,7 @@ def _record(path: Path) -> dict[str, Any] | None:
                 return None
             data = file.read(MAX_RECORD_BYTES + 1)
     except FileNotFoundError:
-        return {}
+        return {} if path.parent.is_dir() else None
     except OSError:
         return None
     try:

@@ -82,6 +82,8 @@ class Ran:
 class Controller:
     """`variables` count for every host of the group `appliance`, those of `own` for the host of that name."""
 
+    CONNECT_S = 60
+
     def __init__(self, folder: Path, hosts: Mapping[str, Host], *, own: Mapping[str, Mapping[str, Any]] | None = None, **variables: Any) -> None:
         self.folder, self.hosts, self.own, self.variables = folder, dict(hosts), own or {}, variables
 
@@ -106,8 +108,8 @@ class Controller:
             (self.folder / "extra.json").write_text(json.dumps(extra))
             command += ["--extra-vars", f"@{self.folder / 'extra.json'}"]
         env = {"PATH": f"{TOOLS / 'bin'}:{os.environ['PATH']}", "HOME": str(self.folder), "LANG": "C.UTF-8", "ANSIBLE_CONFIG": str(self._settings()),
-               "ANSIBLE_COLLECTIONS_PATH": str(TOOLS / "collections"), "ANSIBLE_HOST_KEY_CHECKING": "False", "ANSIBLE_NOCOLOR": "1", "ANSIBLE_TIMEOUT": "60",
-               "ANSIBLE_SSH_ARGS": "-o ControlMaster=auto -o ControlPersist=30s -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR",
+               "ANSIBLE_COLLECTIONS_PATH": str(TOOLS / "collections"), "ANSIBLE_HOST_KEY_CHECKING": "False", "ANSIBLE_NOCOLOR": "1", "ANSIBLE_TIMEOUT": str(self.CONNECT_S),
+               "ANSIBLE_SSH_ARGS": "-o ControlMaster=auto -o ControlPersist=30s -o ServerAliveInterval=10 -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR",
                "ANSIBLE_PIPELINING": "True", "ANSIBLE_DISPLAY_SKIPPED_HOSTS": "no", "ANSIBLE_DEPRECATION_WARNINGS": "True"}
         return subprocess.Popen(command, env=env, cwd=self.folder, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                 stderr=subprocess.STDOUT, start_new_session=True)

@@ -7,6 +7,7 @@ judge. Rules: the cheap nodes serve with the fake worker, whose steps sleep, so 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,9 @@ from tests.system.testhost import base
 from tests.system.testhost.host import Host
 
 NAMES = ("web1", "web2", "web3")
+BOOT_S = 240.0
+"""A boot ends when the service has started."""
+TIMES = Path(__file__).parents[2] / "build/system/fleet.json"
 RECORD = "/var/lib/appliance-fleet/rollout/record.json"
 PENDING = "/var/lib/appliance-fleet/rollout/pending.json"
 
@@ -38,6 +42,8 @@ class Seen:
 
 class Fleet(Controller):
     """A controller whose hosts serve. The variables are those that the nodes were installed with."""
+
+    CONNECT_S = 20  # some of these hosts are off
 
     def node(self, name: str) -> Node:
         return Node(self.hosts[name])
@@ -68,13 +74,16 @@ class Fleet(Controller):
 
     def wait_ready(self) -> None:
         for name in self.hosts:
-            self.node(name).wait_ready(120)
+            self.node(name).wait_ready(BOOT_S)
 
 
 @contextmanager
 def fleet(folder: Path, layer: str, make_host: Callable[..., Host], repository: Path, variables: dict[str, Any]) -> Iterator[Fleet]:
     with ExitStack() as stack:
-        hosts = {name: stack.enter_context(make_host(layers=(layer,), binds=((str(repository), "/srv/repository"),))) for name in NAMES}
+        hosts = {name: make_host(layers=(layer,), binds=((str(repository), "/srv/repository"),)) for name in NAMES}
+        for host in hosts.values():
+            host.BOOT_S = BOOT_S
+            stack.enter_context(host)
         found = Fleet(folder, hosts, **variables)
         found.wait_ready()
         yield found
@@ -107,3 +116,12 @@ def told(ran: Ran) -> str:
     sentences = [text for text in ran.refusals().values() if text.startswith("rollout stopped")]
     assert len(set(sentences)) == 1, ran.out[-6000:]
     return sentences[0]
+
+
+def note(case: str, ran: Ran) -> None:
+    """Seconds of a run for the documentation, with this machine's load then."""
+    TIMES.parent.mkdir(parents=True, exist_ok=True)
+    rows = json.loads(TIMES.read_text()) if TIMES.is_file() else {}
+    said = next((text for text in ran.refusals().values() if text.startswith("rollout stopped")), "")
+    rows[case] = {"seconds": round(ran.seconds), "changed": ran.changed, "load": round(os.getloadavg()[0], 1), "sentence": said}
+    TIMES.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.ansible.conftest import DEBS, ONE, ROOT, TWO
-from tests.ansible.fleet import NAMES, PENDING, Fleet, batches, fleet, installed, told
+from tests.ansible.fleet import NAMES, PENDING, Fleet, batches, fleet, installed, note, told
 from tests.packages.releases import repository, stand_in
 from tests.system.testhost.host import Host
 
@@ -63,8 +63,8 @@ def nodes(serving: str, published: Path, variables: dict[str, Any], make_host: C
 
 
 def test_a_rollout_goes_canary_first_and_says_what_it_did(nodes: Fleet) -> None:
-    before = nodes.all_seen()
     ran = nodes.play("rollout.yml", appliance_version=TWO, rollout_canary="web2", rollout_batch=1).ok()
+    note("a version, one node at a time", ran)
     assert batches(ran) == ["web2", "web1", "web3"]
     assert {name: nodes.version(name) for name in nodes.hosts} == dict.fromkeys(nodes.hosts, TWO)
     after = nodes.all_seen()
@@ -76,24 +76,32 @@ def test_a_rollout_goes_canary_first_and_says_what_it_did(nodes: Fleet) -> None:
         assert not nodes.node(name).file(PENDING).exists()
 
     again = nodes.play("rollout.yml", appliance_version=TWO, rollout_canary="web2", rollout_batch=1).ok()
+    note("the same again", again)
     assert again.changed == 0, again.changes()
     assert {name: seen.worker_pid for name, seen in nodes.all_seen().items()} == {name: seen.worker_pid for name, seen in after.items()}
     assert nodes.record("web1")["before"]["packages"]["appliance-worker"] == ONE  # a run without a change forgets nothing
 
-    nodes.play("rollback.yml").ok()
-    back = nodes.all_seen()
-    assert {name: (seen.version, seen.config, seen.answers) for name, seen in back.items()} == {
+
+def test_rollback_brings_back_what_was_or_a_version(nodes: Fleet) -> None:
+    before = nodes.all_seen()
+    nodes.play("rollout.yml", appliance_version=TWO, rollout_batch=2).ok()
+    back = nodes.play("rollback.yml", rollback_batch=3).ok()
+    note("rollback of three at once", back)
+    assert {name: (seen.version, seen.config, seen.answers) for name, seen in nodes.all_seen().items()} == {
         name: (ONE, seen.config, True) for name, seen in before.items()}
-    once_more = nodes.play("rollback.yml").ok()
-    assert once_more.changed == 0, once_more.changes()
+    again = nodes.play("rollback.yml", rollback_batch=3).ok()
+    note("rollback again", again)
+    assert again.changed == 0, again.changes()
     nodes.play("rollback.yml", rollback_to=TWO, rollback_hosts="web3").ok()
-    assert nodes.version("web3") == TWO
+    assert {name: nodes.version(name) for name in NAMES} == {"web1": ONE, "web2": ONE, "web3": TWO}
     assert nodes.seen("web3").answers
 
 
 def test_a_canary_whose_worker_dies_leaves_the_fleet_as_it_was(nodes: Fleet) -> None:
     before = nodes.all_seen()
-    sentence = told(nodes.play("rollout.yml", appliance_version=DIES))
+    ran = nodes.play("rollout.yml", appliance_version=DIES)
+    note("canary whose worker dies", ran)
+    sentence = told(ran)
     assert sentence.startswith("rollout stopped at the canary: web1: ")
     assert "this fake always crashes" in sentence or "died" in sentence, sentence
     assert sentence.endswith("as before and well: web1. untouched: web2, web3")
@@ -114,7 +122,9 @@ def test_a_batch_with_a_slow_node_goes_back_whole(nodes: Fleet) -> None:
     """web3 gets settings that make it slow; web2 in the same batch is well and goes back with it, web1 stays."""
     before = nodes.all_seen()
     nodes.own = {"web3": {"appliance_config": SLOWER}}
-    sentence = told(nodes.play("rollout.yml", appliance_version=TWO, rollout_batch=2))
+    ran = nodes.play("rollout.yml", appliance_version=TWO, rollout_batch=2)
+    note("second batch with a slow node", ran)
+    sentence = told(ran)
     assert sentence.startswith("rollout stopped at a batch: web3: too slow: ")
     assert "the canary's were" in sentence
     assert sentence.endswith("as before and well: web2, web3. untouched: none")
@@ -126,7 +136,9 @@ def test_a_batch_with_a_slow_node_goes_back_whole(nodes: Fleet) -> None:
 
 def test_an_unreachable_node_stops_its_batch_or_is_skipped(nodes: Fleet) -> None:
     nodes.hosts["web3"].poweroff()
-    sentence = told(nodes.play("rollout.yml", appliance_version=TWO, rollout_batch=1))
+    ran = nodes.play("rollout.yml", appliance_version=TWO, rollout_batch=1)
+    note("unreachable node in the third batch", ran)
+    sentence = told(ran)
     assert "web3: unreachable: " in sentence
     assert sentence.endswith("untouched: web3")
     assert (nodes.version("web1"), nodes.version("web2")) == (TWO, TWO)
@@ -138,7 +150,7 @@ def test_an_unreachable_node_stops_its_batch_or_is_skipped(nodes: Fleet) -> None
     assert (nodes.version("web1"), nodes.version("web2")) == (ONE, ONE)
     rows = nodes.rows()
     assert rows["web3"]["state"] == "unreachable"
-    assert "10.213." in rows["web3"]["last answer or error"]
+    assert rows["web3"]["last answer or error"].startswith("unreachable: ")
     assert (rows["web1"]["state"], rows["web1"]["version"]) == ("ready", ONE)
 
 
@@ -180,7 +192,7 @@ def test_a_first_installation_that_fails_is_taken_off_again(make_host: Callable[
 
 def test_status_shows_nodes_that_do_not_serve(nodes: Fleet) -> None:
     nodes.hosts["web1"].run(["systemctl", "stop", "appliance"], check=True)
-    nodes.hosts["web2"].run(["mv", "/usr/bin/python3", "/usr/bin/python3.away"], check=True)
+    nodes.hosts["web2"].run("mkdir /root/away && mv /usr/bin/python3* /root/away/", check=True)
     ran = nodes.play("status.yml")
     assert ran.rc == 0
     lines = [line.strip().strip('",') for line in ran.out.splitlines() if re.match(r'\s+"(host|web)', line)]

@@ -6,7 +6,7 @@ Each test has a fleet of its own, made of one layer. They take minutes, and 2 GB
 from __future__ import annotations
 
 import os
-import time
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,8 @@ import pytest
 from appliance.importing.gguf_header import read_header
 from appliance.library import resolve
 from tests.ansible.conftest import DEBS, ONE, TWO
-from tests.ansible.fleet import NAMES, Fleet, batches, fleet, installed, told
+from tests.ansible.fleet import NAMES, Fleet, batches, fleet, installed, note, told
 from tests.packages.releases import release, repository
-from tests.system import times
 from tests.system.testhost.host import Host
 
 pytestmark = pytest.mark.heavy
@@ -40,7 +39,7 @@ def published(needed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     debs = folder / ONE
     debs.mkdir()
     for deb in (*DEBS.glob("appliance*.deb"), *needed.glob("python3-sdnotify_*.deb")):
-        (debs / deb.name).symlink_to(deb)
+        shutil.copy(deb, debs)  # no link: a build at the same time writes into the file
     release(DEBS, folder / TWO, version=TWO)
     release(DEBS, folder / DIES, version=DIES, fault="worker-dies")
     for version in (TWO, DIES):
@@ -66,10 +65,6 @@ def nodes(serving: str, published: Path, variables: dict[str, Any], make_host: C
         yield found
 
 
-def note(case: str, seconds: float, sentence: str) -> None:
-    times.record(case=f"fleet: {case}", fault="-", sentence=sentence, answered_s=seconds)
-
-
 def all_on(nodes: Fleet, versions: dict[str, str]) -> None:
     """What runs where, that it answers, and that the table says the same."""
     seen = nodes.all_seen()
@@ -80,25 +75,24 @@ def all_on(nodes: Fleet, versions: dict[str, str]) -> None:
 
 
 def test_a_rollout_again_and_back(nodes: Fleet) -> None:
-    began = time.monotonic()
     ran = nodes.play("rollout.yml", appliance_version=TWO, rollout_batch=2).ok()
-    note("rollout of a version, canary and a batch of two", time.monotonic() - began, f"changed {ran.changed}")
+    note("vLLM: a version, canary and a batch of two", ran)
     assert batches(ran) == ["web1", "web2", "web3"]
     all_on(nodes, dict.fromkeys(NAMES, TWO))
     before = nodes.all_seen()
     again = nodes.play("rollout.yml", appliance_version=TWO, rollout_batch=2).ok()
-    note("the same again", again.seconds, f"changed {again.changed}")
+    note("vLLM: the same again", again)
     assert again.changed == 0, again.changes()
     assert nodes.all_seen() == before
     back = nodes.play("rollback.yml", rollback_batch=3).ok()
-    note("rollback of all three", back.seconds, f"changed {back.changed}")
+    note("vLLM: rollback of three at once", back)
     all_on(nodes, dict.fromkeys(NAMES, ONE))
 
 
 def test_the_worker_of_the_canary_dies(nodes: Fleet) -> None:
     ran = nodes.play("rollout.yml", appliance_version=DIES)
     sentence = told(ran)
-    note("canary whose worker dies", ran.seconds, sentence)
+    note("vLLM: canary whose worker dies", ran)
     assert sentence.startswith("rollout stopped at the canary: web1: ")
     assert "broken on purpose" in sentence or "died" in sentence
     assert sentence.endswith("as before and well: web1. untouched: web2, web3")
@@ -110,7 +104,7 @@ def test_the_model_of_the_canary_talks_nonsense(nodes: Fleet) -> None:
     before = nodes.all_seen()
     ran = nodes.play("rollout.yml", appliance_version=ONE, appliance_model=str(model))
     sentence = told(ran)
-    note("canary whose model talks nonsense", ran.seconds, sentence)
+    note("vLLM: canary whose model talks nonsense", ran)
     assert sentence.startswith("rollout stopped at the canary: web1: ")
     assert "Paris" in sentence
     assert sentence.endswith("as before and well: web1. untouched: web2, web3")
@@ -123,7 +117,7 @@ def test_the_second_batch_fails_and_goes_back(nodes: Fleet) -> None:
     nodes.hosts["web3"].run(["systemctl", "set-property", "--runtime", "appliance.service", "CPUQuota=30%"], check=True)
     ran = nodes.play("rollout.yml", appliance_version=TWO, rollout_batch=2, rollout_bench_tries=2)
     sentence = told(ran)
-    note("second batch with a slow node", ran.seconds, sentence)
+    note("vLLM: second batch with a slow node", ran)
     assert sentence.startswith("rollout stopped at a batch: web3: too slow: ")
     assert sentence.endswith("as before and well: web2, web3. untouched: none")
     all_on(nodes, {"web1": TWO, "web2": ONE, "web3": ONE})
@@ -133,7 +127,7 @@ def test_a_node_is_unreachable(nodes: Fleet) -> None:
     nodes.hosts["web3"].poweroff()
     ran = nodes.play("rollout.yml", appliance_version=TWO, rollout_batch=1)
     sentence = told(ran)
-    note("unreachable node in the third batch", ran.seconds, sentence)
+    note("vLLM: unreachable node in the third batch", ran)
     assert "web3: unreachable" in sentence
     rows = nodes.rows()
     assert {name: (row["state"], row["version"]) for name, row in rows.items()} == {

@@ -44,7 +44,7 @@ FAULTS = {
     "worker-unusable": "import sys\nsys.exit('a release that is broken on purpose')\n",
     # It starts and never becomes ready.
     "worker-hangs": BEGIN + "if serving:\n    import time\n    time.sleep(3600)\n",
-    # It answers, and each step of the engine takes more than twice as long.
+    # It answers; each step of the engine takes so much longer that other work on the machine cannot hide it.
     "worker-slow": BEGIN + """
 if serving:
     import importlib.abc
@@ -67,7 +67,7 @@ if serving:
                     def slow(self, original=original):
                         began = time.monotonic()
                         done = original(self)
-                        time.sleep(0.01 + 1.5 * (time.monotonic() - began))
+                        time.sleep(0.15 + 1.5 * (time.monotonic() - began))
                         return done
 
                     setattr(module.EngineCore, step, slow)

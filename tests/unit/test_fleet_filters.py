@@ -43,6 +43,7 @@ def summary(tok_s: float | None = 50.0, **changes: Any) -> dict[str, Any]:
     ({"msg": "non-zero return code", "stderr": "applianctl: warning: x\napplianctl: broken; mend it\n"}, "broken; mend it"),
     ({"msg": "web1: port 80 is taken"}, "port 80 is taken"),
     ({"msg": "One or more items failed", "results": [{"item": 1}, {"failed": True, "msg": "the second"}]}, "the second"),
+    ({"msg": "Task failed: Action failed: web1: applianctl: no space"}, "no space"),
     ({"msg": "Failed to connect to the host via ssh: ssh: connect to host 10.0.0.1 port 22: No route to host", "unreachable": True},
      "Failed to connect to the host via ssh: ssh: connect to host 10.0.0.1 port 22: No route to host"),
     ({"msg": "Task failed: Module failed", "stdout": "only this\n\n"}, "only this"),

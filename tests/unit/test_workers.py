@@ -119,6 +119,40 @@ def test_a_record_that_cannot_be_read_takes_nothing(home: Path, spoil: Callable[
     assert superfluous(home) == []
 
 
+def test_a_state_folder_that_is_not_there_takes_nothing(home: Path) -> None:
+    """It may not be mounted."""
+    assert workers.superfluous(home / "workers", home / "worker", home / "state/record.json") == []
+
+
+def test_a_link_above_the_versions_hides_no_good_one(home: Path) -> None:
+    """/usr/lib/appliance on another disk: the agent notes the place behind the link."""
+    real = home / "disk"
+    real.mkdir()
+    (home / "workers").rename(real / "workers")
+    (home / "worker").rename(real / "worker")
+    (home / "appliance").symlink_to(real)
+    write(home, good={"worker_python": str(real / "workers/2/bin/python")})
+    found = workers.superfluous(home / "appliance/workers", home / "appliance/worker", home / "record.json")
+    assert [tree.name for tree in found] == ["1"]
+
+
+def test_a_version_loses_its_name_before_its_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a version that kept its name would be taken for one to go back to; the rest goes the next time."""
+    write(home, good=candidate(home, "3"))
+
+    def cut_off(tree: Path) -> None:
+        (tree / "bin/python").unlink()
+        raise OSError("power cut")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(workers.shutil, "rmtree", cut_off)
+        with pytest.raises(OSError, match="power cut"):
+            workers.remove(home / "workers", home / "worker", home / "record.json")
+    assert not (home / "workers/1").exists()
+    workers.remove(home / "workers", home / "worker", home / "record.json")
+    assert {path.name for path in (home / "workers").iterdir()} == {".new", "3"}
+
+
 @pytest.mark.parametrize("name", ["../../etc/bin/python", "/etc/passwd", "", "\0", "workers/3/bin/python"])
 def test_names_in_the_record_are_compared_and_nothing_else(home: Path, name: str) -> None:
     write(home, good={"worker_python": name}, trial={"candidate": {"worker_python": [name]}})

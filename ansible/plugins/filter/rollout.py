@@ -32,7 +32,9 @@ def reason(result: Mapping[str, Any], host: str = "") -> str:
     message = last_line(result.get("msg"))
     if not message or message.startswith(GENERIC):
         message = last_line(result.get("stderr")) or last_line(result.get("stdout")) or message
-    message = (message or "failed without a word").removeprefix(f"{host}: ").removeprefix("applianctl: ")
+    for said_before in ("Task failed: ", "Action failed: ", f"{host}: ", "applianctl: "):
+        message = message.removeprefix(said_before)
+    message = message or "failed without a word"
     return message[:SENTENCE].rstrip(".")
 
 
