@@ -1,5 +1,6 @@
 """PURE: how much memory a worker may use on this host, and what is said when that is too little.
 
+    best_fit         one engine or several, with the shape that fits
     lowest_ceiling   the lowest limit, and whose it is
     usable_bytes     what is left of it: the reserve stays free, and what others hold is theirs
     node_bytes       what each of several engines may use of the NUMA node it lies on
@@ -10,17 +11,57 @@ The need itself is the arithmetic of `appliance.budget`. No I/O here.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from appliance import budget
-from appliance.budget import show
+from appliance.budget import Shape, show
 from appliance.engines import EngineChoice
 from appliance.facts import HostFacts
-from appliance.fitting import Fitting
+from appliance.fitting import Fitting, lost
 from appliance.refusal import Refusal
 from appliance.settings import Settings
 
 NUMA_BOUND = "NUMA node"
 UNKNOWN_CEILING = Refusal(exit_code=76, what="the memory ceiling is unknown", do="set memory.ceiling in the settings",
                           why="neither /proc/meminfo nor a cgroup limit can be read")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What a worker may use on this host, and the shape that fits into it: None where none does."""
+
+    fitting: Fitting
+    engines: EngineChoice
+    shape: Shape | None
+    ceiling_bytes: int
+    ceiling_source: str
+    usable_bytes: int
+
+
+def best_fit(host: HostFacts, settings: Settings, fitting: Fitting, engines: EngineChoice,
+             cpus: tuple[int, ...] | None) -> Fit | None:
+    """`fitting`, `cpus`: of one engine. Several, where `engines` are several and either the operator wants them or
+    nothing is lost by them. None where the ceiling is unknown."""
+    if not engines.cpus:
+        return _fit(host, settings, fitting, engines, cpus)
+    several = _fit(host, settings, replace(
+        fitting, running=running(settings, engines.threads, engines.count), engines=engines.count,
+        copies=engines.count if engines.apart else 1, node_bytes=node_bytes(host, settings, engines)), engines, cpus)
+    if settings.cpu.engines is not None:
+        return several
+    one = _fit(host, settings, fitting, EngineChoice(), cpus)
+    if one is not None and (worse := lost(one.shape, several.shape if several else None)):
+        return replace(one, engines=EngineChoice(reason=f"{engines.count} engines {worse}",
+                                                 evidence="memory arithmetic"))
+    return several
+
+
+def running(settings: Settings, threads: int, engines: int = 1) -> int:
+    """Requests that each of so many engines computes at the same time: the operator's number shared out, or as many as
+    its threads are good for."""
+    if settings.max_running:
+        return -(-settings.max_running // engines)
+    return 8 if threads <= 4 else 16 if threads <= 16 else 32
 
 
 def lowest_ceiling(host: HostFacts, settings: Settings, cpus: tuple[int, ...] | None,
@@ -60,22 +101,37 @@ def usable_bytes(host: HostFacts, ceiling: int | None, settings: Settings) -> in
     return max(usable, 0)
 
 
-def misfit(fitting: Fitting, ceiling_now: int, usable: int, settings: Settings) -> Refusal:
+def misfit(fit: Fit, settings: Settings) -> Refusal:
+    """Why not even the smallest shape fits: for now (75, tried again) or for good (76, not started again)."""
+    fitting, ceiling_now, usable = fit.fitting, fit.ceiling_bytes, fit.usable_bytes
     shape = fitting.smallest()
-    if fitting.engines > 1:
-        return Refusal(exit_code=76, what=f"{fitting.model.name} does not fit with {fitting.engines} engines",
-                       why=f"{shape.context} tokens of context need {show(fitting.needed_bytes(shape))}, usable are "
+    need, reserve = fitting.needed_bytes(shape), settings.memory.reserve
+    with_engines = f" with {fitting.engines} engines" if fitting.engines > 1 else ""
+    if fitting.fits(shape, ceiling_now - budget.reserve_bytes(ceiling_now, reserve)):
+        # Only what others hold at this moment stands against it: a later try may succeed.
+        return Refusal(exit_code=75, what=f"{fitting.model.name} does not fit{with_engines} now",
+                       why=f"{shape.context} tokens of context need {show(need)}, free are {show(usable)} of a ceiling "
+                           f"of {show(ceiling_now)}",
+                       do="stop other programs, " + ("set cpu.engines to auto, " if with_engines else "") +
+                          "or use a smaller model")
+    if with_engines:
+        return Refusal(exit_code=76, what=f"{fitting.model.name} does not fit{with_engines}",
+                       why=f"{shape.context} tokens of context need {show(need)}, usable are "
                            f"{show(usable)}" + ("" if fitting.node_bytes is None else
                                                 f", {show(fitting.node_bytes)} for each on its NUMA node"),
                        do="set cpu.engines to auto, or use a smaller model")
-    need, reserve = fitting.needed_bytes(shape), settings.memory.reserve
-    if need <= ceiling_now - budget.reserve_bytes(ceiling_now, reserve):
-        # Only what others hold at this moment stands against it: a later try may succeed.
-        return Refusal(exit_code=75, what=f"{fitting.model.name} does not fit now",
-                       why=f"{shape.context} tokens of context need {show(need)}, free are {show(usable)} of a ceiling "
-                           f"of {show(ceiling_now)}", do="stop other programs, or use a smaller model")
     ceiling = need + reserve if reserve is not None else max(need * 10 // 9 + 1, need + 128 * budget.MIB)
     return Refusal(exit_code=76, what=f"{fitting.model.name} does not fit",
                    why=f"{shape.context} tokens of context need {show(need)}, usable are {show(usable)}",
                    do=f"have {show(need)} free and raise the memory ceiling to {show(ceiling)} or more, "
                       "or use a smaller model")
+
+
+def _fit(host: HostFacts, settings: Settings, fitting: Fitting, engines: EngineChoice,
+         cpus: tuple[int, ...] | None) -> Fit | None:
+    ceiling, source = lowest_ceiling(host, settings, cpus, engines)
+    usable = usable_bytes(host, ceiling, settings)
+    if ceiling is None or usable is None:
+        return None
+    return Fit(fitting=fitting, engines=engines, shape=fitting.fit(usable), ceiling_bytes=ceiling,
+               ceiling_source=source, usable_bytes=usable)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from appliance.facts import HostFacts, KernelTrial, ModelFacts
 from appliance.jobs import worker_contract
 from appliance.launch import TRIAL_FILE, Places
 from appliance.library import active_name
-from appliance.measured import Record
+from appliance.measured import Record, decision
 from appliance.plan import Plan, make_plan
 from appliance.probe.host import read_host
 from appliance.probe.model import read_model
@@ -73,6 +73,20 @@ def read_node(parsed: Parsed, directories: Directories, worker_python: str, *, e
         measured = archive.kept(directories.state, probed, digest=stored.digest, figures=figures)
         plan = planned(measured)
     return Node(host=host, model=model, plan=plan, places=where, versions=versions, measured=measured)
+
+
+def read_wanted(parsed: Parsed, directories: Directories, worker_python: str, *, env: Mapping[str, str],
+                model_name: str, digest: str, refused: Collection[str],
+                good: Mapping[str, Any]) -> tuple[Node, Mapping[str, Any] | None]:
+    """The node planned by its present measurements. Where these decide what was given up (`refused`:
+    `measured.decision`), by those behind `good`, the good configuration's figures for this model; the second value is
+    then what was given up. Raises what `read_node` raises."""
+    node = read_node(parsed, directories, worker_python, env=env, model_name=model_name, digest=digest)
+    tuned = node.plan.tuned
+    if decision(digest, tuned) not in refused or dict(tuned) == dict(good):
+        return node, None
+    return read_node(parsed, directories, worker_python, env=env, model_name=model_name, digest=digest,
+                     figures=good), tuned
 
 
 def plan_unmade(model: ModelFacts, parsed: Parsed, directories: Directories, worker_python: str, *,

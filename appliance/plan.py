@@ -16,23 +16,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from appliance import budget, ladder, launch, parsers, tuning
-from appliance.bounds import NUMA_BOUND, UNKNOWN_CEILING, lowest_ceiling, misfit, node_bytes, usable_bytes
+from appliance.bounds import NUMA_BOUND, UNKNOWN_CEILING, Fit, best_fit, misfit, running
 from appliance.budget import MemoryItem, Shape
+from appliance.decisions import SAFE_DEQUANT_THRESHOLD, Decisions, decide, tier_gemm, tuned
 from appliance.engines import EngineChoice, choose_engines, engines_refusal
 from appliance.facts import HostFacts, KernelTrial, ModelFacts
-from appliance.fitting import BATCHES, Fitting, contexts, lost
+from appliance.fitting import Fitting, contexts
 from appliance.launch import Dials, Places
 from appliance.measured import Record
 from appliance.quantize.format import NATIVE_VARIANTS, PLAIN_DECODERS, parse_config
 from appliance.refusal import Refusal, early_refusal, ranges
 from appliance.settings import Settings
-from appliance.threads import ThreadChoice, choose_threads
-from appliance.tuning import Preference
+from appliance.threads import ThreadChoice
 
 SCHEMA = 1
-BLOCK = 32
-"""Tokens per key/value block: with vLLM's own 128 short prompts share no prefix; AMX attention wants 32n."""
-SAFE_DEQUANT_THRESHOLD = 2
 DECODER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """One of them kept in bf16, and the layers run one operator at a time."""
 
@@ -104,96 +101,64 @@ def make_plan(
     """
     if refusal := early_refusal(host, settings, kernels=kernels):
         return _refused(host, model, refusal, ())
-    tier = host.cpu.tier or "scalar"
-    choices: list[Choice] = [_tier_choice(host)]
-    kernel = tuning.served_kernel(settings.kernel, kernels, trial)
-    threads = choose_threads(host.topology, settings, tuning.thread_trials(measured, model.digest, kernel))
     if impossible := engines_refusal(host.topology, settings, experts=bool(model.experts)):
         return _refused(host, model, Refusal(exit_code=78, what=f"cpu.engines {settings.cpu.engines} is impossible",
                                              why=impossible, do="set cpu.engines to auto"), ())
-    engines = choose_engines(host.topology, settings, threads, experts=bool(model.experts))
-    gemm = _gemm(tier, model, measured)
-    rows = tuning.library_rows(measured, model.digest, gemm.value) if tier == "amx" else None
-    choices += _kernel_choices(kernel, tier, model, settings, trial, measured, gemm, rows)
-    choices += _measurements(measured)
-    running = settings.max_running or _default_running(threads.count)
-    kept = {layer.name.removesuffix(".weight").rpartition(".")[2] for layer in model.kept}
-    fused = (kernel == "native" and model.architecture in PLAIN_DECODERS and settings.compile is not True
-             and kept.isdisjoint(DECODER_LINEARS))
-    compiled = tuning.served(measured, model.digest, "compile", True) if settings.compile is None else None
-    can_compile, compile_reason, compile_evidence = _compile(host, settings, compiled, fused=fused)
-    ceiling, ceiling_source = lowest_ceiling(host, settings, threads.cpus, EngineChoice())
-    usable = usable_bytes(host, ceiling, settings)
-    batch = tuning.served(measured, model.digest, "batch_tokens", BATCHES[0])
-    blocks = tuning.served(measured, model.digest, "block", BLOCK)
-    block = int(blocks.value) if blocks else BLOCK
+    kernel = tuning.served_kernel(settings.kernel, kernels, trial)
+    fused = _fused(kernel, model, settings)
+    found, rules = (decide(host, model, settings, kernel=kernel, fused=fused, trial=trial, measured=known)
+                    for known in (measured, None))
+    engines = choose_engines(host.topology, settings, found.threads, experts=bool(model.experts))
     mapped = kernel == "native" and bool(places.prepared)
-    if ceiling is None or usable is None:
+    fit = best_fit(host, settings, Fitting(
+        model=model, wanted_context=settings.context, running=running(settings, found.threads.count),
+        can_compile=found.compile.value, block=found.block_tokens, mapped=mapped, batch=found.batch_tokens,
+        gemm_bytes=2 if found.gemm.value == "bf16" else 4), engines, found.threads.cpus)
+    engines = fit.engines if fit else engines
+    choices = [_tier_choice(host), *_thread_choices(found.threads, engines),
+               *_kernel_choices(kernel, host, model, settings, trial, measured, found), *_measurements(measured)]
+    if fit is None:
         return _refused(host, model, UNKNOWN_CEILING, tuple(choices))
-    fitting = Fitting(model=model, wanted_context=settings.context, running=running, can_compile=can_compile,
-                      block=block, gemm_bytes=2 if gemm.value == "bf16" else 4, mapped=mapped,
-                      batch=int(batch.value) if batch else BATCHES[0])
-    shape = fitting.fit(usable)
-    if engines.cpus:
-        share = -(-settings.max_running // engines.count) if settings.max_running else _default_running(engines.threads)
-        several = replace(fitting, running=share, engines=engines.count, copies=engines.count if engines.apart else 1,
-                          node_bytes=node_bytes(host, settings, engines))
-        wide, wide_source = lowest_ceiling(host, settings, threads.cpus, engines)
-        spread = several.fit(usable_bytes(host, wide, settings) or 0)
-        if settings.cpu.engines is None and (worse := lost(shape, spread)):
-            engines = EngineChoice(reason=f"{engines.count} engines {worse}", evidence="memory arithmetic")
-        else:
-            fitting, shape, ceiling, ceiling_source = several, spread, wide or 0, wide_source
-            usable = usable_bytes(host, wide, settings) or 0
-    choices[1:1] = _thread_choices(threads, engines)
-    choices.append(_running_choice(fitting.running, engines.threads or threads.count, settings, engines))
-    if shape is None:
-        return _refused(host, model, misfit(fitting, ceiling, usable, settings), tuple(choices))
-    lines = fitting.lines(shape)
-    if can_compile and not shape.compile:
-        compile_reason, compile_evidence = "the compiler's peak does not fit under the ceiling", "memory arithmetic"
-    choices += _shape_choices(fitting, settings, shape, ceiling, ceiling_source, batch, blocks)
-    choices.append(Choice(name="compile", value=shape.compile, reason=compile_reason, evidence=compile_evidence))
-    choices += _with_more(fitting, shape, ceiling, ceiling_source, usable, settings)
-    tools = parsers.choose_tools(model.architecture, model.template_marks, settings.tools, model.absent_tokens)
-    reasoning = parsers.choose_reasoning(model.architecture, model.template_marks, settings.reasoning,
-                                         model.absent_tokens)
-    choices += (Choice(name=name, value=found.parser, reason=found.reason, evidence=found.evidence)
-                for name, found in (("tool calls", tools), ("reasoning", reasoning)))
+    choices.append(_running_choice(fit, found.threads, settings))
+    if fit.shape is None:
+        return _refused(host, model, misfit(fit, settings), tuple(choices))
+    shape, lines = fit.shape, fit.fitting.lines(fit.shape)
+    tools, reasoning = (choose(model.architecture, model.template_marks, wanted, model.absent_tokens)
+                        for choose, wanted in ((parsers.choose_tools, settings.tools),
+                                               (parsers.choose_reasoning, settings.reasoning)))
     wide = shape.compile and model.architecture in PLAIN_DECODERS
-    choices.append(Choice(name="residual stream", value="fp32" if wide or fused else "bf16",
-                          evidence="docs/benchmarks.md",
-                          reason="takes a quarter of the error against an fp32 reference" if wide or fused else
-                          "only the fused layers or the compiled graph of a plain RMSNorm model can keep it wider"))
-    quantization = {**parse_config(model.quantization).to_dict(), "prefill_dequant": True,
-                    "dequant_threshold": _threshold(kernel, model, measured).value, "kernel": kernel,
-                    "wide_residual": wide}
+    choices += [*_shape_choices(fit, shape, settings, found), _compile_choice(shape, found),
+                *_with_more(fit, shape, settings),
+                *(Choice(name=name, value=parser.parser, reason=parser.reason, evidence=parser.evidence)
+                  for name, parser in (("tool calls", tools), ("reasoning", reasoning))),
+                _residual_choice(wide=wide or fused)]
+    tier = host.cpu.tier or "scalar"
     dials = Dials(
-        model_name=model.name, quantization=quantization, kernel=kernel, threads=engines.threads or threads.count,
-        cpus=tuple(sorted(cpu for cpus in engines.cpus for cpu in cpus)) or threads.cpus,
+        model_name=model.name, kernel=kernel, threads=engines.threads or found.threads.count,
+        quantization={**parse_config(model.quantization).to_dict(), "prefill_dequant": True, "kernel": kernel,
+                      "dequant_threshold": found.threshold.value, "wide_residual": wide},
+        cpus=tuple(sorted(cpu for cpus in engines.cpus for cpu in cpus)) or found.threads.cpus,
         engines=engines.cpus, copied=mapped and engines.apart,
         context=shape.context, running=shape.running, batch_tokens=shape.batch_tokens,
-        kv_bytes=budget.kv_bytes(model, shape, block), block=block, compile=shape.compile,
+        kv_bytes=budget.kv_bytes(model, shape, found.block_tokens), block=found.block_tokens, compile=shape.compile,
         capability=launch.ATEN_CAPABILITY[tier], compiler=host.software.compiler, drain_s=settings.drain_s,
-        tools=tools.parser, reasoning=reasoning.parser, variant=_variant(kernel, model, settings, trial, measured),
-        gemm=gemm.value if gemm.value != _tier_gemm(tier) else "", library_rows=str(rows.value) if rows else "",
+        tools=tools.parser, reasoning=reasoning.parser, variant=found.variant,
+        gemm=found.gemm.value if found.gemm.value != tier_gemm(tier) else "", library_rows=found.library_rows,
     )
-    rule = choose_threads(host.topology, settings)
-    decided = {
-        "threads": (threads.count, rule.count), "cpus": (ranges(threads.cpus or ()), ranges(rule.cpus or ())),
-        "variant": (dials.variant, _variant(kernel, model, settings, trial, None)), "gemm": (dials.gemm, ""),
-        "batch tokens": (fitting.batch, BATCHES[0]), "block": (block, BLOCK),
-        "compile": (can_compile, _compile(host, settings, None, fused=fused)[0]),
-        "library rows": (dials.library_rows, ""),
-        "dequant_threshold": (quantization["dequant_threshold"], SAFE_DEQUANT_THRESHOLD)}
-    unmapped = replace(fitting, mapped=False).fit(usable)
+    unmapped = replace(fit.fitting, mapped=False).fit(fit.usable_bytes)
     rungs = tuple(_rung(name, changes, dials, places, settings)
                   for name, changes in ladder.changes(dials, model, shape, unmapped))
     phase, peak = budget.peak(lines)
     return Plan(schema=SCHEMA, fingerprint=host.fingerprint, model=model.name, tier=host.cpu.tier, rungs=rungs,
-                memory=lines, peak_phase=phase, peak_bytes=peak, ceiling_bytes=ceiling, usable_bytes=usable,
-                choices=tuple(choices), refused=None,
-                tuned={name: value for name, (value, by_rule) in decided.items() if value != by_rule})
+                memory=lines, peak_phase=phase, peak_bytes=peak, ceiling_bytes=fit.ceiling_bytes,
+                usable_bytes=fit.usable_bytes, choices=tuple(choices), refused=None, tuned=tuned(found, rules))
+
+
+def _fused(kernel: str, model: ModelFacts, settings: Settings) -> bool:
+    """Whether native operators run each decoder layer whole: all of them one plain shape, and nothing kept in bf16."""
+    kept = {layer.name.removesuffix(".weight").rpartition(".")[2] for layer in model.kept}
+    return (kernel == "native" and model.architecture in PLAIN_DECODERS and settings.compile is not True
+            and kept.isdisjoint(DECODER_LINEARS))
 
 
 def _refused(host: HostFacts, model: ModelFacts, refusal: Refusal, choices: tuple[Choice, ...]) -> Plan:
@@ -235,20 +200,35 @@ def _thread_choices(threads: ThreadChoice, engines: EngineChoice) -> Iterator[Ch
                      reason="the worker is confined to the chosen cores")
 
 
-def _running_choice(running: int, threads: int, settings: Settings, engines: EngineChoice) -> Choice:
+def _running_choice(fit: Fit, threads: ThreadChoice, settings: Settings) -> Choice:
     if settings.max_running:
         return Choice(name="max running requests", value=settings.max_running, reason="set by the operator",
                       evidence="settings")
-    each = f"{running} in each engine: " if engines.cpus else ""
-    return Choice(name="max running requests", value=running * engines.count, evidence=f"{threads} threads",
+    each = f"{fit.fitting.running} in each engine: " if fit.engines.cpus else ""
+    return Choice(name="max running requests", value=fit.fitting.running * fit.engines.count,
+                  evidence=f"{fit.engines.threads or threads.count} threads",
                   reason=f"{each}one read of the weights serves all of them; more would each be too slow on these "
                          "threads")
 
 
+def _compile_choice(shape: Shape, found: Decisions) -> Choice:
+    if found.compile.value and not shape.compile:
+        return Choice(name="compile", value=False, reason="the compiler's peak does not fit under the ceiling",
+                      evidence="memory arithmetic")
+    return Choice(name="compile", value=shape.compile, reason=found.compile.reason, evidence=found.compile.evidence)
+
+
+def _residual_choice(*, wide: bool) -> Choice:
+    return Choice(name="residual stream", value="fp32" if wide else "bf16", evidence="docs/benchmarks.md",
+                  reason="takes a quarter of the error against an fp32 reference" if wide else
+                  "only the fused layers or the compiled graph of a plain RMSNorm model can keep it wider")
+
+
 def _kernel_choices(
-    kernel: str, tier: str, model: ModelFacts, settings: Settings, trial: KernelTrial | None, measured: Record | None,
-    gemm: Preference, rows: Preference | None,
+    kernel: str, host: HostFacts, model: ModelFacts, settings: Settings, trial: KernelTrial | None,
+    measured: Record | None, decided: Decisions,
 ) -> Iterator[Choice]:
+    gemm, rows, threshold = decided.gemm, decided.rows, decided.threshold
     why = "set by the operator" if settings.kernel != "auto" else ""
     left_out = "; ".join(trial.left_out) if trial else ""
     forced = settings.kernel if settings.kernel in NATIVE_VARIANTS else ""
@@ -262,7 +242,8 @@ def _kernel_choices(
                          "each start tries it against the reference first",
                          evidence="self-test at the last start" if trial else "not started yet")
         first, faster = (rows.value, rows.reason) if rows else (64, "which AMX makes faster")
-        amx = f"; from {first} rows on the library GEMM in {gemm.value}: {faster}" if tier == "amx" and first else ""
+        by_library = host.cpu.tier == "amx" and first
+        amx = f"; from {first} rows on the library GEMM in {gemm.value}: {faster}" if by_library else ""
         yield Choice(name="kernel, one row", value="native", evidence="worker contract",
                      reason=why or "int16 activations, exact sums, weights read once and mapped from the store")
         yield Choice(name="kernel, many rows", value="native", evidence=rows.evidence if rows else "worker contract",
@@ -274,7 +255,6 @@ def _kernel_choices(
         yield Choice(name="kernel, many rows", value=f"dequantize to {gemm.value} and library GEMM",
                      reason="more than one row in torch's int4 kernel is unsafe before attention (SIGILL on AMX hosts)"
                      + f"; {gemm.reason}", evidence=gemm.evidence)
-        threshold = _threshold(kernel, model, measured)
         yield Choice(name="dequant_threshold", value=threshold.value, reason=threshold.reason,
                      evidence=threshold.evidence)
     table_bits = parse_config(model.quantization).stored_table_bits
@@ -289,33 +269,6 @@ def _kernel_choices(
     yield Choice(name="dtype", value="bfloat16", reason=f"cpu_int4 computes in bfloat16{declared}", evidence="format")
 
 
-def _variant(kernel: str, model: ModelFacts, settings: Settings, trial: KernelTrial | None,
-             measured: Record | None) -> str:
-    """The native kernel's instruction set to force: the operator's, or the one measured to be faster than its own."""
-    if kernel != "native" or settings.kernel in NATIVE_VARIANTS:
-        return settings.kernel if settings.kernel in NATIVE_VARIANTS else ""
-    return tuning.preferred_variant(measured, model.digest, left_out=trial.left_out if trial else ())
-
-
-def _tier_gemm(tier: str) -> str:
-    return "bf16" if tier in ("avx512_bf16", "amx") else "fp32"
-
-
-def _gemm(tier: str, model: ModelFacts, measured: Record | None) -> Preference:
-    """The type of torch's GEMM: as measured where the CPU multiplies bf16, else fp32."""
-    found = tuning.gemm(measured, model.digest, "bf16") if _tier_gemm(tier) == "bf16" else None
-    return found or Preference(value=_tier_gemm(tier), evidence="no canary has passed for this host", reason=
-                               "bf16 GEMM has its own instructions here" if _tier_gemm(tier) == "bf16" else
-                               "bf16 GEMM is several times slower than fp32 on this tier")
-
-
-def _threshold(kernel: str, model: ModelFacts, measured: Record | None) -> Preference:
-    """From how many rows on torch's int4 kernel is left: 2, unless it was measured to be safe and faster here."""
-    found = tuning.threshold(measured, model.digest) if kernel == "aten" else None
-    return found or Preference(value=SAFE_DEQUANT_THRESHOLD, evidence="safety rule",
-                               reason="only one-row steps take the int4 kernel, the head included")
-
-
 def _measurements(measured: Record | None) -> Iterator[Choice]:
     """What is known by measuring, and whether it still counts."""
     if measured is not None and measured.stale:
@@ -325,41 +278,21 @@ def _measurements(measured: Record | None) -> Iterator[Choice]:
         yield Choice(name="read bandwidth", value=found.value, reason=found.reason, evidence=found.evidence)
 
 
-def _default_running(threads: int) -> int:
-    return 8 if threads <= 4 else 16 if threads <= 16 else 32
-
-
-def _compile(host: HostFacts, settings: Settings, measured: Preference | None, *,
-             fused: bool) -> tuple[bool, str, str]:
-    if settings.compile is False:
-        return False, "switched off by the operator", "settings compile"
-    if fused:
-        return False, "native operators run each decoder layer whole: nothing is left to compile", "docs/profile.md"
-    if host.software.compiler is None:
-        return False, "torch.compile needs g++ and none was found; layers run one by one, decode is slower", "PATH"
-    if host.software.python_headers is None:
-        return False, "torch.compile needs Python.h and none was found; decode is slower", "include path"
-    if measured is not None:
-        return bool(measured.value), measured.reason, measured.evidence
-    return True, "fuses the work between matrix products; cached for later starts", host.software.compiler
-
-
-def _with_more(fitting: Fitting, shape: Shape, ceiling: int, ceiling_source: str, usable: int,
-               settings: Settings) -> Iterator[Choice]:
+def _with_more(fit: Fit, shape: Shape, settings: Settings) -> Iterator[Choice]:
     """What one GiB more of ceiling, and of free memory, would buy."""
-    if ceiling_source.startswith(NUMA_BOUND):
+    if fit.ceiling_source.startswith(NUMA_BOUND):
         return  # a higher ceiling of the unit would buy nothing
-    reserve = settings.memory.reserve
-    growth = budget.GIB - (budget.reserve_bytes(ceiling + budget.GIB, reserve) - budget.reserve_bytes(ceiling, reserve))
-    if bought := fitting.with_more(shape, usable + growth):
+    kept, kept_then = (budget.reserve_bytes(ceiling, settings.memory.reserve)
+                       for ceiling in (fit.ceiling_bytes, fit.ceiling_bytes + budget.GIB))
+    if bought := fit.fitting.with_more(shape, fit.usable_bytes + budget.GIB - (kept_then - kept)):
         yield Choice(name="with 1 GiB more", value=bought, evidence="memory arithmetic",
                      reason="what a ceiling that much higher would buy, where the memory is free")
 
 
-def _shape_choices(fitting: Fitting, settings: Settings, shape: Shape, ceiling: int | None, ceiling_source: str,
-                   batch: Preference | None, block: Preference | None) -> Iterator[Choice]:
+def _shape_choices(fit: Fit, shape: Shape, settings: Settings, found: Decisions) -> Iterator[Choice]:
+    fitting, batch, block = fit.fitting, found.batch, found.block
     model = fitting.model
-    yield Choice(name="memory ceiling", value=ceiling, evidence=ceiling_source,
+    yield Choice(name="memory ceiling", value=fit.ceiling_bytes, evidence=fit.ceiling_source,
                  reason="the lowest limit on the way to the root")
     if shape.context < fitting.context:
         reason = f"cut from {fitting.context} tokens to fit under the ceiling"

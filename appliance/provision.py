@@ -15,8 +15,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from appliance.directories import Directories
 from appliance.errors import ApplianceError
 from appliance.jobs import Event, ending_on_sigterm, worker_contract
 from appliance.library import Recipe, add_model, prepare_model
-from appliance.node import read_node, refuse_early
+from appliance.node import read_wanted, refuse_early
 from appliance.report import reporting
 from appliance.settings import DEFAULT_MODEL, Parsed
 from appliance.store import Store
@@ -36,7 +36,8 @@ from appliance.tune import first
 @dataclass(frozen=True, kw_only=True)
 class Order:
     """`model`: name in the store; `digest`: the object itself, where it is known (then nothing is added);
-    `repair`: what a fault made suspect, checked and made anew: `cache` or `weights`."""
+    `repair`: what a fault made suspect, checked and made anew: `cache` or `weights`; `refused`: figures that were given
+    up, each by its `measured.decision`; in their place those behind `figures` count."""
 
     model: str
     digest: str | None
@@ -44,6 +45,8 @@ class Order:
     directories: Mapping[str, str]
     worker_python: str
     repair: str = ""
+    refused: Sequence[str] = ()
+    figures: Mapping[str, Any] = field(default_factory=dict)
 
     def text(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -51,8 +54,9 @@ class Order:
 
 def provision(order: Order, *, env: Mapping[str, str], on_event: Callable[[Event], None]) -> Mapping[str, Any]:
     """Make model and layout present and see that they are whole. Returns `{digest, cached, seconds, note, mended,
-    versions, figures}`; `mended` is a sentence on damage that was found, `figures` what measurements decide for this
-    model and these settings (`Plan.tuned`), None where that is not known now.
+    versions, figures, given_up}`; `mended` is a sentence on damage that was found, `figures` what measurements decide
+    for this model and these settings (`Plan.tuned`), None where that is not known now; `given_up` what they would
+    decide if that had not failed before, None where it has not.
 
     Raises what adding the model raises, ModelError for a damaged model that cannot be made again.
     """
@@ -89,19 +93,20 @@ def provision(order: Order, *, env: Mapping[str, str], on_event: Callable[[Event
     if order.digest is None and not order.repair:  # a start after a fault is not held up
         note += first.measure(parsed, places, order.worker_python, env=env, model_name=order.model, digest=digest,
                               on_event=on_event)
-    versions, figures = _planned(parsed, places, order, digest, env=env)
+    versions, figures, given_up = _planned(parsed, places, order, digest, env=env)
     return {"digest": digest, "cached": cached, "seconds": time.monotonic() - began, "note": note.rstrip("; "),
-            "mended": mended, "versions": versions, "figures": figures}
+            "mended": mended, "versions": versions, "figures": figures, "given_up": given_up}
 
 
 def _planned(parsed: Parsed, places: Directories, order: Order, digest: str, *,
-             env: Mapping[str, str]) -> tuple[Mapping[str, str], Mapping[str, Any] | None]:
-    """The worker's versions, and what measurements decide. Raises ConfigError when the worker cannot be asked."""
+             env: Mapping[str, str]) -> tuple[Mapping[str, str], Mapping[str, Any] | None, Mapping[str, Any] | None]:
+    """The worker's versions, what measurements decide, what was given up. ConfigError when it cannot be asked."""
     try:
-        node = read_node(parsed, places, order.worker_python, env=env, model_name=order.model, digest=digest)
+        node, given_up = read_wanted(parsed, places, order.worker_python, env=env, model_name=order.model,
+                                     digest=digest, refused=order.refused, good=order.figures)
     except (ApplianceError, OSError):  # the agent meets it again, and says so
-        return worker_contract(order.worker_python, env=env)["versions"], None
-    return node.versions, None if node.plan.refused else node.plan.tuned
+        return worker_contract(order.worker_python, env=env)["versions"], None, None
+    return node.versions, None if node.plan.refused else node.plan.tuned, given_up
 
 
 def main() -> int:

@@ -1,14 +1,16 @@
 """What the agent remembers across restarts, reboots and power cuts: `state/record.json`.
 
 Holds: the rung of each situation and why, the latest faults, the last good configuration, the trial, what has failed,
-the history, and the agent's last word. Decides nothing. Rules:
+which figures were given up, the history, and the agent's last word. Decides nothing. Rules:
 
 * Every change is written at once, atomically (draft, fsync, rename), mode 0600. A disk that refuses never stops the
   service: the change is kept in memory, `problem` says why, and the next change tries again.
 * Bounded: FAULTS, HISTORY, FAILED and SITUATIONS entries; the oldest go.
 * What cannot be read (garbage, another schema) is kept aside as `record.json.bad`, and the record starts empty.
 * A rung belongs to a situation (host, ceiling, candidate). Another situation has its own rung and begins at `full`;
-  `reset` forgets all rungs, failed candidates and faults.
+  `reset` forgets all rungs, failed candidates, figures that were given up, and faults.
+* A candidate that differs from the good one in figures alone and fails is no failed candidate: its figures are given
+  up (`refused`: `measured.decision` -> reason), whatever setting or version they come with later.
 * One writer: the agent while it runs, else the command line.
 """
 
@@ -21,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from appliance import disk, trial
+from appliance import disk, measured, trial
 from appliance.errors import StoreError
 from appliance.faults import Fault
 from appliance.recovery import Happened, Past, Step
@@ -79,6 +81,7 @@ class Record:
     previous: Candidate | None = None
     trial: Trial | None = None
     failed: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
     restarts_total: dict[str, int] = field(default_factory=dict)
     speeds: dict[str, float] = field(default_factory=dict)
@@ -164,6 +167,7 @@ class Record:
             self.previous = self.good
         self.good = candidate
         self.failed.pop(candidate.id, None)
+        self.refused.pop(measured.decision(candidate.digest, candidate.figures), None)
         self.note("kept", sentence, candidate.id, now=now)
 
     def adopt(self, candidate: Candidate, sentence: str, *, now: float) -> None:
@@ -176,8 +180,12 @@ class Record:
         self.trial = None
         if self.good is not None and candidate.id == self.good.id:
             return
-        self.failed.pop(candidate.id, None)
-        self.failed[candidate.id] = reason[:SENTENCE]
+        if self.good is not None and trial.only_figures(self.good, candidate):
+            given_up, key = self.refused, measured.decision(candidate.digest, candidate.figures)
+        else:
+            given_up, key = self.failed, candidate.id
+        given_up.pop(key, None)
+        given_up[key] = reason[:SENTENCE]
         self.note(event, reason, candidate.id, now=now)
 
     def roll_back_refusal(self) -> str | None:
@@ -204,6 +212,7 @@ class Record:
         elif self.good is not None and self.previous is not None:
             given_up, self.good, self.previous = self.good, self.previous, None
             self.failed.pop(self.good.id, None)
+            self.refused.pop(measured.decision(self.good.digest, self.good.figures), None)
             self.fail_trial(given_up, reason, now=now)
         return None
 
@@ -219,9 +228,10 @@ class Record:
         self.save()
 
     def reset(self, *, now: float) -> None:
-        """Forget rungs, failed candidates and faults; the good configuration, the totals and the history stay."""
+        """Forget rungs, what was given up, and faults; the good configuration, the totals and the history stay."""
         self.rungs.clear()
         self.failed.clear()
+        self.refused.clear()
         self.faults.clear()
         self.note("reset", "rungs, failed configurations and faults were forgotten by the operator", now=now)
 
@@ -264,17 +274,16 @@ class Record:
             "previous": trial.to_json(self.previous) if self.previous else None,
             "trial": {"candidate": trial.to_json(self.trial.candidate), "began_at": self.trial.began_at,
                       "ready_at": self.trial.ready_at, "attempts": self.trial.attempts} if self.trial else None,
-            "failed": self.failed, "history": self.history, "restarts_total": self.restarts_total,
-            "speeds": self.speeds, "last_word": self.last_word,
+            "failed": self.failed, "refused": self.refused, "history": self.history,
+            "restarts_total": self.restarts_total, "speeds": self.speeds, "last_word": self.last_word,
         }
 
     def _bound(self) -> None:
         del self.faults[:-FAULTS]
         del self.history[:-HISTORY]
-        for key in list(self.failed)[:-FAILED]:
-            del self.failed[key]
-        for key in list(self.speeds)[:-FAILED]:
-            del self.speeds[key]
+        for by_key in (self.failed, self.refused, self.speeds):
+            for key in list(by_key)[:-FAILED]:
+                del by_key[key]
         for key in list(self.rungs)[:-SITUATIONS]:
             del self.rungs[key]
 
@@ -331,6 +340,7 @@ def _read(path: Path, tree: Any) -> Record:
         trial=Trial(candidate=began, began_at=_time(on_trial["began_at"]), attempts=int(on_trial["attempts"]),
                     ready_at=None if ready_at is None else _time(ready_at)) if began else None,
         failed={str(key): str(reason) for key, reason in tree["failed"].items()},
+        refused={str(key): str(reason) for key, reason in tree.get("refused", {}).items()},
         history=[{"at": _time(one["at"]), "event": str(one["event"]), "sentence": str(one["sentence"]),
                   "id": str(one["id"])} for one in tree["history"]],
         restarts_total={str(name): int(count) for name, count in tree["restarts_total"].items()},

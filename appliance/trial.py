@@ -14,7 +14,8 @@ Rules:
 * The same worker folder with other versions in it cannot be turned back: the last good model and settings are then
   served by the versions that are there.
 * Other figures alone need no trial, as they count at the next start, unless the operator asked for them
-  (`tune --apply`). Figures that failed theirs are not served again, like everything else that failed.
+  (`tune --apply`). Figures that failed theirs are not wanted again, whatever else changes (`record.refused`): what is
+  served then, by those before, is what is wanted.
 * A trial fails when one verdict fails, and passes when all pass. Whether a fault ends a trial is decided by
   `appliance.recovery` (`roll-back`).
 * Times are measured durations; wall clocks are kept to be shown.

@@ -144,13 +144,16 @@ def check(app: Application, change: Change) -> None:
         click.echo(f"applianctl: warning: not checked against this node: {error.line}", err=True)
         return
     if stored:
-        from appliance.node import read_node
+        from appliance.node import read_wanted
 
-        node = read_node(change.new, places, python, env=app.env, model_name=change.name)
+        known, digest = record.load(app.directories.state, keep=True), store.pointed(change.name)
+        node, _ = read_wanted(
+            change.new, places, python, env=app.env, model_name=change.name, digest=digest, refused=known.refused,
+            good=known.good.figures if known.good is not None and known.good.digest == digest else {})
         if refusal := node.plan.refused:
             raise refusal.error()
         wanted = _wanted_id(app, change, python, node.plan.tuned)
-        given_up = record.load(app.directories.state, keep=True).failed.get(wanted)
+        given_up = known.failed.get(wanted)
         if given_up is not None:
             raise ConfigError("this configuration was given up before", why=given_up,
                               do="run `applianctl reset` to have it tried again")
@@ -187,10 +190,11 @@ def put(app: Application, change: Change) -> Mapping[str, Any] | None:
     return running
 
 
-def follow(app: Application, before: Mapping[str, Any], *, timeout_s: float) -> None:
+def follow(app: Application, before: Mapping[str, Any], *, timeout_s: float, figures: bool = False) -> None:
     """Print each new sentence until the change is kept. Raises what it was refused, rolled back or ended for.
 
-    `before`: the status before the agent was told; the agent stamps each reload that it has acted on.
+    `before`: the status before the agent was told; the agent stamps each reload that it has acted on. `figures`: the
+    change is what this node has measured.
     """
     seen, deadline = "", time.monotonic() + timeout_s
     while True:
@@ -205,8 +209,9 @@ def follow(app: Application, before: Mapping[str, Any], *, timeout_s: float) -> 
             click.echo(status.clean(current["sentence"]))
         if taken and (refused := [text for text in current.get("warnings", ()) if text.startswith(NOT_TAKEN)]):
             raise ConfigError(refused[0])
-        if taken and status.is_ready(current) and current.get("rolled_back"):
-            raise ConfigError("rolled back", why=str(current["rolled_back"]), do="see `applianctl history`")
+        gave_up = current.get("rolled_back") or (figures and current.get("figures_given_up"))
+        if taken and status.is_ready(current) and gave_up:
+            raise ConfigError("rolled back", why=str(gave_up), do="see `applianctl history`")
         if taken and status.is_ready(current) and current.get("trial") is None:
             click.echo("kept")
             return

@@ -35,6 +35,7 @@ def render(status: Mapping[str, Any], *, now: float) -> Iterator[str]:
         *(("", _restart(entry, now)) for entry in _list(status.get("restarts"))[-SHOWN_RESTARTS:]),
         ("trial", _trial(status.get("trial"), now)),
         ("rolled back", status.get("rolled_back")),
+        ("figures given up", status.get("figures_given_up")),
         ("disk", _disk(status)),
         ("address", status.get("address")),
         ("service", _joined(", ", status.get("unit_sentence") or status.get("unit"), status.get("managed_by"))),

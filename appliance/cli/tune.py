@@ -229,7 +229,7 @@ def _kept(record: Record) -> str:
 def _stage(app: Application, model: ModelFacts, figures: Mapping[str, Any], *, wait: bool, err: bool) -> None:
     """Have the running service try what the measurements decide; nothing where it serves so already. `err`: say it on
     standard error."""
-    from appliance import client, record, status, trial
+    from appliance import client, measured, record, status
     from appliance.cli.apply import follow
     from appliance.tune import archive
 
@@ -242,13 +242,11 @@ def _stage(app: Application, model: ModelFacts, figures: Mapping[str, Any], *, w
         click.echo("nothing to apply: the service runs by these choices already", err=err)
         return
     known = record.load(app.directories.state, keep=True)
-    if known.good is not None and known.good.digest == model.digest:
-        wanted = trial.with_figures(known.good, figures)
-        if (given_up := known.failed.get(wanted.id)) is not None:
-            raise ConfigError("these choices were given up before", why=given_up,
-                              do="run `applianctl reset` to have them tried again")
+    if (given_up := known.refused.get(measured.decision(model.digest, figures))) is not None:
+        raise ConfigError("these choices were given up before", why=given_up,
+                          do="run `applianctl reset` to have them tried again")
     archive.apply(app.directories.state, digest=model.digest, figures=figures)
     client.command(app.agent_socket, "reload")
     click.echo("the running service takes it now; `applianctl status` shows its trial", err=err)
     if wait:
-        follow(app, running, timeout_s=FOLLOW_S)
+        follow(app, running, timeout_s=FOLLOW_S, figures=True)

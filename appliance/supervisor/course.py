@@ -45,6 +45,8 @@ class Course:
         self.choice: Choice | None = None
         self.rung: Rung | None = None
         self.last_sentence = ""
+        self.given_up = ""
+        """What this node's measurements would decide had it not failed before, and why; empty where nothing."""
         self.ladder: tuple[str, ...] = ("full",)
         self._repair = ""
         self._said = ""
@@ -112,8 +114,10 @@ class Course:
         self._choose(self._digest(name))
         assert self.choice is not None
         repair, self._repair = self._repair, ""
-        candidate = self.choice.candidate
+        candidate, good = self.choice.candidate, self.record.good
         return Order(
+            refused=tuple(self.record.refused),
+            figures=good.figures if good is not None and good.digest == candidate.digest else {},
             model=candidate.model, digest=candidate.digest if self.choice.instead else None,
             settings=to_dict(self.settings), repair=repair,
             directories={key: str(path) for key, path in dataclasses.asdict(self.directories).items()},
@@ -128,10 +132,12 @@ class Course:
         instead = self.choice.instead
         if (figures := result.get("figures")) is not None:
             self._figures[self._plain(self.choice.candidate, digest).id] = figures
+        given_up = result.get("given_up")
         self._choose(self._digest(str(self._wanted[0])) if instead else digest)
         choice = self.choice
         if choice.instead != instead or choice.candidate.digest != digest:
             return False
+        self.given_up = "" if given_up is None else self._why_given_up(choice.candidate, given_up)
         if choice.sentence and choice.sentence != self._said:
             self._said = choice.sentence
             self.say(choice.sentence)
@@ -318,14 +324,25 @@ class Course:
         good = self.record.good
         # What measurements decide is known when its preparation has ended; until then nothing has changed in that.
         before = good.figures if good is not None and self._plain(good, good.digest).id == plain.id else {}
-        wanted: Candidate = trial.with_figures(plain, self._figures.get(plain.id, before))
+        figures = self._figures.get(plain.id, before)
+        if measured.decision(digest, figures) in self.record.refused:  # since that preparation
+            figures = before
+        wanted: Candidate = trial.with_figures(plain, figures)
         if good is not None and not Store(self.directories.store).has(good.digest):
             good = None  # its model was removed: nothing to go back to
         if good is not None and not Path(good.worker_python).exists():
             good = None
         applied = archive.applied(self.directories.state)
+        if applied in self.record.refused:  # it was tried
+            archive.settled(self.directories.state)
+            applied, self._wanted = "", (*self._wanted[:-1], "")
         asked = applied != "" and applied == measured.decision(wanted.digest, wanted.figures)
         self.choice = trial.choose(wanted, good, self.record.failed, asked=asked)
+
+    def _why_given_up(self, served: Candidate, figures: Mapping[str, Any]) -> str:
+        """Why these figures are not those of what is served."""
+        reason = self.record.refused.get(measured.decision(served.digest, figures), "")
+        return f"{trial.difference(served, trial.with_figures(served, figures))}: {reason}"
 
     def _plain(self, what: Candidate, digest: str) -> Candidate:
         """The candidate as this object and with the worker's present versions, before measurements decide anything."""

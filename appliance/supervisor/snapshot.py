@@ -133,7 +133,7 @@ class Snapshot:
             "trial": {"id": trial.candidate.id, "since": trial.began_at, "sentence": choice.sentence if choice else "",
                       "until": (trial.ready_at + self.course.parsed.settings.trial_s) if trial.ready_at else None}
             if trial is not None else None,
-            "rolled_back": rolled_back or None,
+            "rolled_back": rolled_back or None, "figures_given_up": self.course.given_up or None,
             "warnings": [text for text in (*self._warnings.values(), life.worn if life is not None else "",
                                            self.course.record.problem, *self.course.parsed.warnings,
                                            *traffic.warnings) if text],

@@ -31,9 +31,9 @@ from typing import Any
 from appliance import budget, settings
 from appliance.budget import GIB, PHASES, Shape
 from appliance.client import UnixConnection
+from appliance.decisions import BLOCK
 from appliance.directories import Directories, from_process
 from appliance.node import Node, read_node
-from appliance.plan import BLOCK
 from appliance.store import Store
 from appliance.supervisor import folders, health, worker
 from tests.bench import machine, models

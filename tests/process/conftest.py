@@ -88,7 +88,9 @@ class Agent:
     def config(self, fake: str) -> Path:
         path = self.home / f"{fake}.yaml"
         worker = {"env": {"FAKE": fake, "FAKE_CONTROL": str(self.home / "control"), **self.worker_env}}
-        path.write_text(json.dumps({**self.settings, "worker": worker}))
+        draft = path.with_suffix(".draft")
+        draft.write_text(json.dumps({**self.settings, "worker": worker}))
+        draft.replace(path)  # a reload may be reading it
         return path
 
     def control(self, behaviour: str, content: str = "") -> None:

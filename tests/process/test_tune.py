@@ -457,7 +457,8 @@ def test_applied_figures_that_fail_give_way_to_those_before(node: Agent, behavio
     assert (done.returncode, "rolled back" in done.stderr, says in done.stderr) == (78, True, True), done.stdout + done.stderr
     after = node.ready()
     assert (threads_of(after), after["figures"]) == ("2", {})
-    assert "measured threads: rule of thumb -> 1" in after["rolled_back"]
+    assert after["rolled_back"] is None, "what is served is what is wanted"
+    assert after["figures_given_up"].startswith("measured threads: rule of thumb -> 1: ")
     assert events(node) == ["trial", "kept", "trial", "rolled-back"]
     again = tuned(node, "--apply")
     assert (again.returncode, "given up before" in again.stderr) == (78, True)
@@ -465,6 +466,21 @@ def test_applied_figures_that_fail_give_way_to_those_before(node: Agent, behavio
     node.command("restart")  # nor by itself: what failed is not served, whatever is measured
     again_status = node.until(lambda status: bool(status.get("ready")) and status["worker_pid"] != after["worker_pid"])
     assert (threads_of(again_status), events(node)[4:]) == ("2", [])
+    assert says in again_status["figures_given_up"]
+    node.settings["max_running"] = 3  # nor with another setting, which is on trial by itself
+    node.config("ok")
+    node.command("reload")
+    other = node.until(lambda status: bool(status.get("ready")) and status["worker_pid"] != again_status["worker_pid"] and status.get("trial") is None,
+                       timeout=60)
+    assert (threads_of(other), other["figures"], other["rolled_back"]) == ("2", {}, None)
+    assert events(node)[4:] == ["trial", "kept"]
+    node.processes[-1].terminate()  # nor after the agent's own end
+    node.processes[-1].communicate(timeout=60)
+    node.serve()
+    last = node.ready()
+    assert (threads_of(last), last["figures"], bool(last["figures_given_up"])) == ("2", {}, True)
+    node.command("reset")  # the operator's word: they count like any others again
+    node.until(lambda _: json.loads((node.home / "state" / "record.json").read_text())["refused"] == {})
 
 
 @SEVERAL

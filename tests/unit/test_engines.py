@@ -197,6 +197,20 @@ def test_the_operators_number_is_kept_or_refused_never_lowered() -> None:
     assert "on its NUMA node" in refused.why
 
 
+def test_engines_that_only_what_others_hold_stands_against_are_tried_again() -> None:
+    """As for one engine: 75 where they fit as soon as others let go, 76 where they never do."""
+    def refusal(used_gib: float, node_gib: float = 32) -> Any:
+        host = nodes(8, 8, memory_gib=node_gib)
+        memory = dataclasses.replace(host.memory, available_bytes=int((64 - used_gib) * GIB), used_bytes=int(used_gib * GIB))
+        return planned(dataclasses.replace(host, memory=memory), "llama-8b", engines=2).refused
+
+    assert refusal(1) is None
+    for_now, for_good = refusal(62), refusal(62, node_gib=4)
+    assert (for_now.exit_code, "does not fit with 2 engines now" in for_now.what) == (75, True)
+    assert "stop other programs, set cpu.engines to auto" in for_now.do
+    assert (for_good.exit_code, "now" in for_good.what) == (76, False)
+
+
 def test_the_rung_below_is_one_engine_on_the_first_ones_node() -> None:
     plan = planned(nodes(8, 8))
     full, one = plan.rungs[:2]

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "appliance"
 LAYERS = {
     1: ("errors", "facts", "parsers", "readers", "settings", "quantize.format", "prepared", "pieces"),
-    2: ("plan", "ladder", "measured", "tuning", "refusal", "threads", "engines", "budget", "fitting", "bounds", "launch", "vitals", "faults", "recovery", "trial", "metrics", "symptoms", "doctor", "scrub"),
+    2: ("plan", "ladder", "measured", "tuning", "refusal", "threads", "engines", "budget", "fitting", "bounds", "decisions", "launch", "vitals", "faults", "recovery", "trial", "metrics", "symptoms", "doctor", "scrub"),
     3: ("probe", "store", "draft", "laidout", "patrol", "manifest", "disk", "keys", "directories", "digests", "identity", "importing", "sources", "hub", "report", "record", "configfile", "client", "unit", "workers"),
     4: ("quantize", "evaluate", "supervisor", "status", "jobs", "library", "repair", "airgap", "inventory", "delivery", "verdict", "node", "front", "board", "provision", "bundle", "checkup", "tune"),
     5: ("cli",),

@@ -78,7 +78,7 @@ def test_any_one_damaged_value_is_noticed(tmp_path: Path) -> None:
     filled(tmp_path)
     whole = json.loads((tmp_path / "record.json").read_text())
     for key in whole:
-        if key in ("situation", "rung", "good", "previous", "failed"):  # texts, derived, or unknown means none
+        if key in ("situation", "rung", "good", "previous", "failed", "refused"):  # texts, derived, or unknown means none
             continue
         (tmp_path / "record.json").write_text(json.dumps({**whole, key: [{"at": "yesterday"}] if key != "last_word" else 7}))
         assert load(tmp_path).warning, key

@@ -14,6 +14,7 @@ import yaml
 from appliance import trial
 from appliance.errors import ConfigError
 from appliance.faults import fault
+from appliance.measured import decision
 from appliance.record import load, situation
 from appliance.recovery import next_step
 from appliance.settings import Cpu, Listen, Memory, Settings, Worker
@@ -320,3 +321,38 @@ def test_the_good_one_by_other_figures_stays_the_good_one(tmp_path: Path) -> Non
     assert again.good == trial.with_figures(make("A"), {"threads": 1})
     assert again.previous == make("B")
     assert again.history[-1]["event"] == "figures"
+
+
+def test_figures_that_failed_are_given_up_and_not_the_configuration(tmp_path: Path) -> None:
+    known = load(tmp_path)
+    good, slow = trial.with_figures(make("A"), {"threads": 2}), trial.with_figures(make("A"), {"threads": 1})
+    known.keep(good, "", now=1.0)
+    known.begin_trial(slow, "", now=2.0)
+    known.fail_trial(slow, "25 % slower", now=3.0)
+    again = load(tmp_path)
+    assert (again.failed, again.refused) == ({}, {decision(slow.digest, {"threads": 1}): "25 % slower"})
+    assert again.history[-1]["event"] == "rolled-back"
+    later = trial.with_figures(make("A", version="2"), {"threads": 1})
+    assert decision(later.digest, later.figures) in again.refused, "with the next version and the next setting as well"
+    assert decision(make("B").digest, {"threads": 1}) not in again.refused, "another model's are others"
+    again.keep(slow, "", now=4.0)
+    assert load(tmp_path).refused == {}
+
+
+def test_figures_that_failed_with_something_else_are_not_blamed(tmp_path: Path) -> None:
+    known = load(tmp_path)
+    known.keep(make("A", version="1"), "", now=1.0)
+    upgraded = trial.with_figures(make("A", version="2"), {"threads": 1})
+    known.fail_trial(upgraded, "it hung", now=2.0)
+    assert (known.failed, known.refused) == ({upgraded.id: "it hung"}, {})
+
+
+def test_figures_given_up_by_hand_come_back_with_a_reset(tmp_path: Path) -> None:
+    known = load(tmp_path)
+    known.keep(make("A"), "", now=1.0)
+    tuned = trial.with_figures(make("A"), {"threads": 1})
+    known.keep(tuned, "", now=2.0)
+    assert known.roll_back(now=3.0) is None
+    assert (known.good, set(known.refused)) == (make("A"), {decision(tuned.digest, tuned.figures)})
+    known.reset(now=4.0)
+    assert load(tmp_path).refused == {}

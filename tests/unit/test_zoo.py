@@ -9,8 +9,9 @@ import pytest
 
 from appliance import budget
 from appliance.budget import GIB, MIB, MIN_CONTEXT, phase_bytes
+from appliance.decisions import BLOCK
 from appliance.facts import HostFacts
-from appliance.plan import BLOCK, Plan, make_plan
+from appliance.plan import Plan, make_plan
 from appliance.probe.host import read_host
 from appliance.refusal import early_refusal
 from appliance.settings import Cpu, Settings
