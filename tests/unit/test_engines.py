@@ -81,7 +81,7 @@ ONE = "one engine"
     (nodes(8, 1), {"engines": 4}, ["0-1", "2-3", "4-5", "6-7"], 2, "set by the operator"),
     (nodes(2), {"engines": 2}, ["0", "1"], 1, "set by the operator"),
     (nodes(8, 8, quota=6), {"engines": 2}, ["0-7", "8-15"], 3, "set by the operator"),
-], ids=str)
+])
 def test_how_many_and_where(host: HostFacts, cpu: dict[str, Any], engines: list[str] | str, threads: int, says: str) -> None:
     plan = planned(host, **cpu)
     full = plan.full
