@@ -163,7 +163,7 @@ def main() -> None:
     sys.modules.update(dict.fromkeys(HIDDEN))  # type: ignore[arg-type]
     for module in (*IMPORTED_BEFORE_FORK, "vllm", "transformers"):
         import_module(module)
-    patches.apply(None)
+    patches.apply([])
     root = Path(sys.argv[1])
     wanted = sys.argv[2:]
     for number, row in enumerate(ROWS):
