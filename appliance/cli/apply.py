@@ -117,9 +117,10 @@ def prepare(app: Application, *, file: Path | None = None, model: str | None = N
     name = used or library.active_name(new, app.directories)
     lines = [f"{key}: {_shown(old, key)} -> {_shown(new, key)}" if key not in SECRET else f"{key}: changed"
              for key in KEYS if key != "model" and settings.get(old.settings, key) != settings.get(new.settings, key)]
-    if name != before or used:
+    if name != before:
         lines.insert(0, f"model: {before} -> {name}")
-    lines = [line for line in lines if line != f"model: {name} -> {name}"]
+    elif model and (served := _served_before(app, name)):
+        lines.insert(0, f"model: {name} ({served[:12]}) -> what {name} stands for now")
     same_file = new_text == was
     if not lines and not same_file:
         lines = [f"{app.config_path}: other words, the same settings"]
@@ -218,6 +219,15 @@ def follow(app: Application, before: Mapping[str, Any], *, timeout_s: float, fig
         if time.monotonic() > deadline:
             raise TransientError(f"not decided after {timeout_s:g} s", why=seen, do="look again later")
         time.sleep(0.2)
+
+
+def _served_before(app: Application, name: str) -> str:
+    """The digest that a running service serves under this name, where the name stands for another one by now; else
+    empty."""
+    running = status.current(app.service.runtime) or {}
+    now = Store(app.directories.store).names().get(name, "")
+    served = str(running.get("digest") or "")
+    return served if running.get("model") == name and now and served != now else ""
 
 
 def _wanted_id(app: Application, change: Change, python: str, figures: Mapping[str, Any]) -> str:

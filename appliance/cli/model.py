@@ -1,4 +1,4 @@
-"""`applianctl model`: add, list, show, verify, repair, use and remove the models of the store."""
+"""`applianctl model`: add, list, show, verify, repair, name, use and remove the models of the store."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _application = click.make_pass_decorator(Application)
 
 @click.group()
 def model() -> None:
-    """Add, list, show, verify, repair, use and remove models.
+    """Add, list, show, verify, repair, name, use and remove models.
 
     A model is quantized once and stored under a name; adding it again costs nothing.
     """
@@ -202,6 +202,21 @@ def use(app: Application, name: str) -> None:
     apply.check(app, change)
     click.echo(f"{name}: in use")
     apply.put(app, change)
+
+
+@model.command("name")
+@click.argument("name")
+@click.argument("digest")
+@_application
+def name_(app: Application, name: str, digest: str) -> None:
+    """Make NAME stand for the stored model with this DIGEST. A running service takes it at its next reload or start."""
+    store = Store(app.directories.store)
+    if digest not in store.digests():
+        raise ModelError(f"no stored model has the digest {digest}", do="see `applianctl model list --json`")
+    before = store.names().get(name)
+    app.become_owner()
+    store.point(name, digest)
+    click.echo(f"{name}: {'the same as before' if before == digest else digest[:12]}")
 
 
 def _find(app: Application, name: str | None) -> tuple[Stored, str]:

@@ -93,3 +93,10 @@ def make_host(layer: str) -> Callable[..., Host]:
         return Host(f"c-{uuid4().hex[:8]}", layers=[*layers, layer], binds=list(binds), **options)
 
     return make
+
+
+def embedded() -> Path:
+    """The default model's file."""
+    said = subprocess.run([ROOT / ".venv/bin/python", ROOT / "packaging/embedded_path.py"], capture_output=True, text=True, check=True).stdout
+    (gguf,) = Path(said.strip()).parent.glob("*.gguf")
+    return gguf

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.ansible.conftest import DEBS, ONE, ROOT, TWO
+from tests.ansible.conftest import DEBS, ONE, ROOT, TWO, embedded
 from tests.ansible.fleet import NAMES, PENDING, Fleet, batches, fleet, installed, note, told
 from tests.packages.releases import repository, stand_in
 from tests.system.testhost.host import Host
@@ -188,6 +188,38 @@ def test_a_first_installation_that_fails_is_taken_off_again(make_host: Callable[
         assert sentence.endswith("as before and well: web1. untouched: none")
         assert fresh.node("web1").processes() == []
         assert fresh.rows()["web1"]["last answer or error"] == "the appliance is not installed"
+
+
+def test_new_contents_under_the_name_in_use_go_back_too(make_host: Callable[..., Host], published: Path, variables: dict[str, Any], tmp_path: Path) -> None:
+    """By a rollout that fails, and by rollback."""
+    gguf = tmp_path / "mine.gguf"
+    gguf.write_bytes(embedded().read_bytes())
+    with make_host(binds=((str(published), "/srv/repository"),)) as host:
+        nodes = Fleet(tmp_path, {"web1": host}, **{**variables, "appliance_version": ONE, "appliance_model": str(gguf)})
+        nodes.play().ok()
+        before = nodes.seen("web1").model
+        head, name, rest = gguf.read_bytes().partition(b"Smollm2 135M")
+        gguf.write_bytes(head + b"Smollm9 135M" + rest)
+        assert name
+        host.run("mkdir -p /run/broken && echo stay >/run/broken/load-ill", check=True)
+        sentence = told(nodes.play("rollout.yml", appliance_config={**SETTINGS, "worker": {"env": {"FAKE_CONTROL": "/run/broken"}}}))
+        assert sentence.endswith("as before and well: web1. untouched: none"), sentence
+        assert (nodes.seen("web1").model, nodes.seen("web1").answers, named(host)) == (before, True, before)
+
+        nodes.play("rollout.yml").ok()
+        after = nodes.seen("web1").model
+        assert after != before
+        assert (nodes.record("web1")["before"]["digest"], nodes.record("web1")["now"]["digest"]) == (before, after)
+        assert nodes.play("rollout.yml").ok().changed == 0
+
+        nodes.play("rollback.yml").ok()
+        assert (nodes.seen("web1").model, nodes.seen("web1").answers, named(host)) == (before, True, before)
+
+
+def named(host: Host) -> str:
+    """The digest that the name stands for."""
+    rows = json.loads(host.run(["applianctl", "model", "list", "--json"], check=True).out)
+    return str(next(row["digest"] for row in rows if row["name"] == "mine"))
 
 
 def test_status_shows_nodes_that_do_not_serve(nodes: Fleet) -> None:

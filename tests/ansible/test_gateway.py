@@ -87,6 +87,19 @@ def test_a_configuration_that_haproxy_refuses_changes_nothing(gateway: Balanced,
     assert gateway.load().ask().kind == "answered"
 
 
+def test_the_configuration_of_somebody_else_is_not_replaced(gateway: Balanced) -> None:
+    ours = gateway.config()
+    foreign = "# our own proxy\n" + ours.partition("\n")[2]
+    gateway.gateway.write(balanced.CONFIG, foreign)
+    for extra in ({}, {"gateway_state": "absent"}):
+        assert "is neither this role's nor the package's" in gateway.put_up(**extra).refusals()["gw"]
+        assert gateway.config() == foreign
+    gateway.put_up(gateway_replace=True).ok()
+    assert gateway.config() == ours
+    assert gateway.gateway.run(f"cat {balanced.CONFIG}.*").out == foreign
+    gateway.gateway.run(f"rm {balanced.CONFIG}.*", check=True)
+
+
 def test_a_key_of_another_certificate_changes_nothing(gateway: Balanced, tmp_path: Path) -> None:
     _, other = balanced.certificates(tmp_path, gateway.gateway.ip)
     before = gateway.gateway.run(["sha256sum", "/etc/haproxy/appliance/front.pem"]).out
@@ -183,6 +196,7 @@ def test_load_while_a_node_is_hurt(gateway: Balanced, hurt: str, begun: int, rec
     say(record_property, hurt, load, back)
     assert load.lost(unbegun=True) == []
     assert len(load.lost()) <= begun, load.lost()
+    assert load.kinds().get("refused", 0) == 0  # eight users have room on the other node
     assert load.longest_gap_s() < 5
 
 

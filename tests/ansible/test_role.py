@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.ansible.conftest import DEBS, ONE, ROOT, TWO
+from tests.ansible.conftest import DEBS, ONE, ROOT, TWO, embedded
 from tests.ansible.controller import COLLECTION, TOOLS, Controller, Ran
 from tests.packages.node import Node
 from tests.packages.releases import repository
@@ -26,6 +26,7 @@ from tests.system.testhost.host import Host
 
 SETTINGS: dict[str, Any] = {"trial_s": 4, "drain_s": 5, "memory": {"reserve": "64M"}}
 KEY = "sk-appl-a-key-that-nobody-may-see"
+INCOMING = "ls -d /var/tmp/appliance* /var/lib/appliance-fleet/incoming*"
 BROKEN = "/run/broken"
 """A folder that tells the fake worker to die while it loads."""
 FILES = r"""find / -xdev \( -path /proc -o -path /sys -o -path /run -o -path /tmp -o -path /var/tmp -o -path /var/log -o -path /home/admin/.ansible
@@ -185,8 +186,16 @@ def test_settings_that_fail_their_trial_are_rolled_back_and_the_play_says_why(sh
     assert shared.asked() == 200
     again = shared.play(appliance_config=bad)  # the file says it now, and it is still not what serves
     assert "the wanted one failed" in again.refusal, again.out
-    assert shared.play().ok().changed == 1  # the good settings are in force by a change of the file
+    assert mode(shared) == "640 root appliance", "they may hold a secret"
+    mended = shared.play("appliance.yml", "--diff", "-vvv").ok()
+    assert mended.changed == 1  # the good settings are in force by a change of the file
+    assert BROKEN not in mended.out, "what was in the file before may be a secret as well"
+    assert mode(shared) == "640 root appliance", "what was closed stays closed"
     assert shared.asked() == 200
+
+
+def mode(fleet: Fleet) -> str:
+    return fleet.host.run(["stat", "-c", "%a %U %G", "/etc/appliance/appliance.yaml"]).out.strip()
 
 
 def test_another_port_is_one_restart(shared: Fleet) -> None:
@@ -272,9 +281,15 @@ def test_key_and_certificate_without_a_trace_in_any_log(make_fleet: Callable[...
     assert fleet.asked(url="https://127.0.0.1:8000", key=f"{KEY}-2") == 200
     assert fleet.asked(url="https://127.0.0.1:8000", key=KEY) == 401
 
+    tls = "sha256sum /etc/appliance/tls/*"
+    before, pid = fleet.host.run(tls).out, fleet.worker()
+    mixed = fleet.play("appliance.yml", "-vvv", appliance_tls_cert=cert)  # with the key of the second
+    assert "cannot be used: key values mismatch; the pair before stays" in mixed.refusal
+    assert (fleet.host.run(tls).out, fleet.worker()) == (before, pid)
+
     broken = fleet.play("appliance.yml", "-vvv", appliance_tls_key="")  # also where it fails
     journal = fleet.host.run(["journalctl", "--no-pager"]).out
-    for text in (first.out, renewed.out, rotated.out, broken.out, journal):
+    for text in (first.out, renewed.out, rotated.out, mixed.out, broken.out, journal):
         assert KEY not in text
         assert secret not in text
     assert "appliance_tls_key" in broken.refusal
@@ -344,14 +359,13 @@ def test_power_lost_while_apt_runs(make_fleet: Callable[..., Fleet]) -> None:
 def test_models_of_the_controller(make_fleet: Callable[..., Fleet], tmp_path: Path) -> None:
     """A GGUF file, then the same model as a bundle under another name; nothing is pushed twice, and a lie is refused."""
     fleet = make_fleet()
-    (gguf,) = Path(subprocess.run([ROOT / ".venv/bin/python", ROOT / "packaging/embedded_path.py"], capture_output=True, text=True, check=True).stdout.strip()).parent.glob("*.gguf")
     source = tmp_path / "My Model.Q4.gguf"
-    source.symlink_to(gguf)
+    source.symlink_to(embedded())
     fleet.variables["appliance_model"] = str(source)
     fleet.play().ok()
     assert fleet.node.status()["model"] == "my-model.q4"
     assert fleet.starts() == 1
-    assert fleet.host.run("ls -d /var/tmp/appliance*").out == ""
+    assert fleet.host.run(INCOMING).out == ""
     assert "appliance-model-smollm2" not in fleet.node.installed_mb()
     pid = fleet.worker()
     assert fleet.play().ok().changed == 0
@@ -366,8 +380,8 @@ def test_models_of_the_controller(make_fleet: Callable[..., Fleet], tmp_path: Pa
     assert fleet.play(appliance_model_name="carried").ok().changed == 0
 
     bundle.write_bytes(bundle.read_bytes()[:-1000])
-    assert "other.bundle" in fleet.play().refusal or "bundle" in fleet.play().refusal
-    assert fleet.host.run("ls -d /var/tmp/appliance*").out == ""
+    assert "bytes and should have" in fleet.play().refusal
+    assert fleet.host.run(INCOMING).out == ""
     assert fleet.asked() == 200
     assert "there is no model other" in fleet.play(appliance_model="other").refusal
     assert "is no file of the controller" in fleet.play(appliance_model="/nowhere/x.gguf").refusal
@@ -375,17 +389,35 @@ def test_models_of_the_controller(make_fleet: Callable[..., Fleet], tmp_path: Pa
     assert fleet.node.status()["model"] == "my-model.q4"
 
 
-def test_prefetch_changes_nothing_that_serves(make_fleet: Callable[..., Fleet], releases: Path, published: Path) -> None:
+def test_prefetch_changes_nothing_that_serves(make_fleet: Callable[..., Fleet], releases: Path, published: Path, tmp_path: Path) -> None:
+    """Neither now nor at the next restart, also with new contents of the model in use; the role itself then takes both."""
     fleet = make_fleet(variables=None)
     repository([releases / TWO], published.parents[1], keys=published.parents[1] / "keys")
-    fleet.variables["appliance_version"] = ONE
+    gguf = tmp_path / "mine.gguf"
+    gguf.write_bytes(embedded().read_bytes())
+    fleet.variables |= {"appliance_version": ONE, "appliance_model": str(gguf)}
     fleet.play().ok()
-    pid = fleet.worker()
+    pid, digest = fleet.worker(), fleet.node.status()["digest"]
+    head, name, rest = gguf.read_bytes().partition(b"Smollm2 135M")
+    gguf.write_bytes(head + b"Smollm9 135M" + rest)
+    assert name
     book = fleet.folder / "prefetch.yml"
     book.write_text("- hosts: appliance\n  become: true\n  tasks:\n    - ansible.builtin.include_role: {name: appliance.fleet.appliance, tasks_from: prefetch}\n")
     fleet.play(str(book), appliance_version=TWO).ok()
     assert fleet.worker() == pid
     assert fleet.host.run(["dpkg-query", "-W", "-f", "${Version}", "appliance"]).out == ONE
+    fleet.host.run(["applianctl", "restart", "--timeout", "60"], check=True)
+    assert fleet.node.status()["digest"] == digest
+    assert fleet.play(str(book), appliance_version=TWO).ok().changed == 0  # nothing is fetched twice
+
+    changed = fleet.play().ok()
+    assert [task.rpartition(" : ")[2] for task in changed.changes()] == [
+        "Let the name stand for the new one", "Note what the name stands for", "Use the model"]
+    assert fleet.node.status()["digest"] != digest
+    assert fleet.node.status()["model"] == "mine"
+    rows = json.loads(fleet.host.run(["applianctl", "model", "list", "--json"], check=True).out)
+    assert {row["name"]: row["digest"] for row in rows} == {"mine": fleet.node.status()["digest"], "mine.before": digest}
+    assert fleet.play().ok().changed == 0
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {

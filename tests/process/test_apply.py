@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 
 import pytest
 
+from appliance import manifest
+from appliance.store import Store
 from tests.process.conftest import Agent
 
 
@@ -45,6 +48,26 @@ def test_a_change_is_followed_until_it_is_kept(node: Node) -> None:
     assert lines[-1] == "kept"
     assert node.kept()["context"] == 256
     assert node.file.read_text().startswith("# this node\n")
+
+
+def test_new_contents_under_the_name_in_use_go_on_trial_when_they_are_applied(node: Node) -> None:
+    """And the name alone changes nothing; back again by its digest."""
+    store = Store(node.agent.home / "store")
+    before, worker = store.names()["tiny"], node.agent.status()["worker_pid"]
+    assert node.run("apply", "--model", "tiny").stdout == "nothing to change: this is what the settings say already\n"
+    with store.begin(manifest.key("2" * 64, {})) as draft:
+        shutil.copytree(store.get("tiny").path, draft.folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
+        store.commit(draft, source="tiny", source_digest="2" * 64, recipe={}, report={}, created="2026-01-01T00:00:00", name="tiny")
+    after = store.names()["tiny"]
+    assert after != before
+    assert node.agent.status()["worker_pid"] == worker
+    done = node.run("apply", "--model", "tiny", "--wait")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == f"model: tiny ({before[:12]}) -> what tiny stands for now"
+    assert node.kept()["digest"] == after
+    assert node.run("model", "name", "tiny", before).returncode == 0
+    assert node.run("apply", "--model", "tiny", "--wait").returncode == 0
+    assert node.kept()["digest"] == before
 
 
 def test_what_needs_no_other_worker_changes_none(node: Node) -> None:

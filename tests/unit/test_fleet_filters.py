@@ -30,7 +30,7 @@ READY = {"state": "ready", "started_at": 1.0, "tier": "avx512", "kernel": "nativ
 
 
 def node(**changes: Any) -> dict[str, Any]:
-    return {"packages": PACKAGES, "version": "2", "worker_version": "2", "pushed": [], "config": "c2", "model": "m", "digest": "d" * 64,
+    return {"packages": PACKAGES, "version": "2", "worker_version": "2", "pushed": [], "pending_age_s": 0, "config": "c2", "model": "m", "digest": "d" * 64,
             "hardware": "h", "ready": True, "state": "ready", "sentence": "ready: serving m", "status": READY, "answer": "Paris", "refusal": "",
             "record": {}, "pending": {}, **changes}
 
@@ -83,6 +83,9 @@ def test_what_cannot_be_rolled_out_is_refused_before_anything_changes(wishes: di
     (summary(), summary(60.0), "the canary's"),
     (summary(), summary(60.0, hardware="other"), "its own before"),
     (summary(), summary(60.0, digest="e" * 64), "its own before"),
+    (summary(), summary(60.0, config="c1"), "its own before"),  # settings of its own, slower on purpose and always so
+    (summary(config="c1"), summary(60.0, config="c1"), "the canary's"),  # settings that it gets now, and the canary has not
+    (summary(None), summary(60.0, config="c1"), "the canary's"),
     (summary(packages={}), {}, "its own before"),
     (summary(config="c1"), {}, "nothing"),  # another configuration may be slower on purpose
     (summary(digest="e" * 64), {}, "nothing"),
@@ -138,6 +141,20 @@ def test_the_way_back() -> None:
     assert rollout.apt_words(node(), PACKAGES) == []
 
 
+def test_only_what_the_role_has_installed_is_taken_off() -> None:
+    with_another = {**PACKAGES, "appliance-model-other": "1"}
+    assert rollout.added_packages(node(packages=with_another), {}) == list(rollout.OURS)
+    assert rollout.added_packages(node(packages=with_another), {"appliance": "1", "appliance-worker": "1"}) == ["appliance-model-smollm2"]
+    assert rollout.restore_refusal(node(packages=with_another), summary()) == ""
+
+
+def test_an_old_note_is_no_way_back_without_a_word() -> None:
+    noted = {"pending": summary(packages={"appliance": "1"})}
+    assert rollout.note_refusal(node(), 3600) == ""
+    assert rollout.note_refusal(node(**noted, pending_age_s=3600), "3600") == ""
+    assert rollout.note_refusal(node(**noted, pending_age_s=7201), 3600).startswith("a rollout that was interrupted 2 h ago has left a note")
+
+
 @pytest.mark.parametrize(("changes", "words"), [
     ({}, ""),
     ({"packages": {"appliance": "1"}}, "has the packages appliance 1, not"),
@@ -166,7 +183,9 @@ def test_status_rows_and_their_table() -> None:
     assert lines[2].endswith("stopped by a fault")
     assert lines[3].split() == ["web3", "unreachable", "-", "-", "-", "-", "-", "no", "route", "to", "host"]
     assert lines[4].endswith("went back by itself: it died")
-    assert len({line.index("  ", 20) for line in lines}) >= 1
+    last = lines[0].index("last answer or error")
+    assert [line[last - 2:last] for line in lines] == ["  "] * len(lines)  # its columns stand under their heads
+    assert " " not in {line[last] for line in lines}
 
 
 def test_benchmark_rows() -> None:
@@ -215,6 +234,18 @@ def test_a_node_that_serves(tmp_path: Path) -> None:
     assert found["record"] == {}  # a damaged one is none
     wrong = observed(tmp_path, DPKG | MODELS | status, (200, '{"choices": [{"text": "Lyon"}]}'), prompt="x", expect="Paris")
     assert wrong["refusal"] == "answered 'Lyon', without 'Paris'"
+
+
+@pytest.mark.parametrize(("status", "served"), [
+    ({"live": True, "model": "b", "digest": "1"}, ("b", "1", "b")),  # the name has got another model since
+    ({"live": True, "model": "a", "digest": "1"}, ("a", "1", "b")),  # the agent went back from another name
+    ({"live": True, "model": "b", "digest": ""}, ("b", "2", "b")),
+    ({"live": False, "model": "a", "digest": "1"}, ("b", "2", "b")),  # the last word of one that has ended
+])
+def test_a_node_is_what_it_serves_and_not_what_a_name_stands_for(tmp_path: Path, status: dict[str, Any], served: tuple[str, str, str]) -> None:
+    found = observed(tmp_path, DPKG | MODELS | {"applianctl status": (0, json.dumps(READY | {"sentence": "ready"} | status), "")})
+    assert (found["model"], found["digest"], found["in_use"]) == served
+    assert found["models"] == {"a": "1", "b": "2"}
 
 
 @pytest.mark.parametrize(("answer", "words"), [

@@ -204,9 +204,21 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert "#" in seen
 
 
+def test_a_name_is_given_to_a_stored_model_by_digest(operator: Operator, tmp_path: Path) -> None:
+    for name, fill in (("one", 1), ("two", 2)):
+        operator.run("add", str(source_folder(tmp_path / name, fill=fill)))
+    digests = Store(operator.store).names()
+    assert operator.run("name", "one", digests["two"]).stdout == f"one: {digests['two'][:12]}\n"
+    assert operator.run("name", "three", digests["one"]).exit_code == 0
+    assert Store(operator.store).names() == {"one": digests["two"], "two": digests["two"], "three": digests["one"]}
+    for digest in ("", digests["one"][:12], "0" * 64):  # a part could become another model's with the next one
+        with pytest.raises(ModelError, match="no stored model has the digest"):
+            operator.run("name", "one", digest)
+
+
 def test_the_group_has_a_help_line_for_each_command() -> None:
     context = click.Context(model)
-    assert model.list_commands(context) == ["add", "list", "remove", "repair", "show", "use", "verify"]
+    assert model.list_commands(context) == ["add", "list", "name", "remove", "repair", "show", "use", "verify"]
     assert all(command.get_short_help_str() for command in model.commands.values())
 
 

@@ -1,8 +1,8 @@
 """PURE: what a rollout and a rollback decide: order, gate, where to go back to, and one sentence for a failure.
 
 Does not: reach a node, or show it (tables.py). Rules: a gate returns a sentence, empty when it passes; speeds are
-compared only where the model is the same, on equal hardware with the canary's, else with the node's own before where
-the configuration is the same too.
+compared only where hardware and model are the same: with the canary's where the settings are too, else with the node's
+own before where those are the same, else with the canary's after all.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ GENERIC = ("non-zero return code", "All items completed", "One or more items fai
 SENTENCE = 400
 MOVED_TOGETHER = ("appliance", "appliance-worker")
 """Packages of one version; a model's package has its own."""
+OURS = (*MOVED_TOGETHER, "appliance-model-smollm2")
+"""What the role installs; other packages of the appliance are somebody else's."""
 SAME = ("packages", "config", "model", "digest")
 """What a rollout changes on a node, and brings back."""
 LOST = "unreachable in the middle of its upgrade; run rollback.yml for it when it is back"
@@ -106,10 +108,12 @@ def reference(after: Mapping[str, Any], before: Mapping[str, Any],
               canary: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What a node's speed is compared with; a figure of 0 where there is nothing. `after`: the node now; `before` and
     `canary`: summaries."""
-    if canary and canary["decode_tok_s"] and all(canary[key] == after[key] for key in ("hardware", "digest")):
-        return {"decode_tok_s": canary["decode_tok_s"], "whose": "the canary's"}
-    if before["decode_tok_s"] and all(before[key] == after[key] for key in ("hardware", "digest", "config")):
-        return {"decode_tok_s": before["decode_tok_s"], "whose": "its own before"}
+    canarys, own = {"whose": "the canary's", **(canary or {})}, {"whose": "its own before", **before}
+    comparable = ("hardware", "digest")
+    # A node may have settings of its own that make it slower on purpose, and always did.
+    for what, keys in ((canarys, (*comparable, "config")), (own, (*comparable, "config")), (canarys, comparable)):
+        if what.get("decode_tok_s") and all(what[key] == after[key] for key in keys):
+            return {"decode_tok_s": what["decode_tok_s"], "whose": what["whose"]}
     return {"decode_tok_s": 0.0, "whose": "nothing"}
 
 
@@ -168,6 +172,20 @@ def rollback_target(node: Mapping[str, Any], version: str = "") -> dict[str, Any
     return dict(node["pending"] or node["record"].get("before") or {})
 
 
+def note_refusal(node: Mapping[str, Any], limit_s: float) -> str:
+    """Why a node's note of an interrupted rollout is no way back without a word; empty when it is."""
+    if not node["pending"] or node["pending_age_s"] <= float(limit_s):
+        return ""
+    hours, before = node["pending_age_s"] / 3600, _versions(node["pending"]["packages"])
+    return (f"a rollout that was interrupted {hours:.0f} h ago has left a note; a failure would bring back what was "
+            f"before it ({before}); run rollback.yml for it, or say rollout_forget=true")
+
+
+def added_packages(node: Mapping[str, Any], packages: Mapping[str, str]) -> list[str]:
+    """What the role has installed beyond these packages."""
+    return [name for name in OURS if name in node["packages"] and name not in packages]
+
+
 def apt_words(node: Mapping[str, Any], packages: Mapping[str, str]) -> list[str]:
     """What apt is told to install so that a node has these packages: what was pushed to it as a file, else a version;
     empty where it has them."""
@@ -183,7 +201,8 @@ def restore_refusal(node: Mapping[str, Any], target: Mapping[str, Any]) -> str:
     """Why a node is not what it was; empty when it is. One that did not answer before need not answer now."""
     if target["ready"] and (refusal := health_refusal(node)):
         return refusal
-    if node["packages"] != target["packages"]:
+    known = {*OURS, *target["packages"]}
+    if {name: version for name, version in node["packages"].items() if name in known} != target["packages"]:
         return f"has the packages {_versions(node['packages'])}, not {_versions(target['packages'])}"
     if target["config"] and node["config"] != target["config"]:
         return "has another configuration than before"
@@ -211,4 +230,5 @@ class FilterModule:
             "rollout_refusal": rollout_refusal, "summary": summary, "same_node": same, "stored_tok_s": stored_tok_s,
             "reference": reference, "floor_tok_s": floor_tok_s, "speed_refusal": speed_refusal,
             "health_refusal": health_refusal, "problems": problems, "stopped": stopped,
-            "rollback_target": rollback_target, "apt_words": apt_words, "restore_refusal": restore_refusal}
+            "rollback_target": rollback_target, "apt_words": apt_words, "added_packages": added_packages,
+            "note_refusal": note_refusal, "restore_refusal": restore_refusal}

@@ -12,6 +12,7 @@ import http.client
 import json
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,10 +83,12 @@ def observe(run: Run, complete: Complete, *, config: Path, folder: Path, prompt:
     node: dict[str, Any] = {
         "packages": packages, "version": packages.get("appliance", ""),
         "worker_version": packages.get("appliance-worker", ""), "pushed": sorted(map(str, PUSHED.glob("*.deb"))),
-        "config": hashlib.sha256(text).hexdigest() if text else "", "model": "", "digest": "", "status": {},
+        "config": hashlib.sha256(text).hexdigest() if text else "", "model": "", "digest": "",
+        "in_use": "", "models": {}, "status": {},
         "mark": "", "on_trial": False, "ready": False, "state": "absent", "sentence": "the appliance is not installed",
         "answer": "", "refusal": "",
         "record": _object(folder / "record.json"), "pending": _object(folder / "pending.json"),
+        "pending_age_s": _age_s(folder / "pending.json"),
     }
     code, out, err = run(["applianctl", "status", "--json"])
     status = _parsed(out)
@@ -96,8 +99,12 @@ def observe(run: Run, complete: Complete, *, config: Path, folder: Path, prompt:
         node |= {"state": "stopped", "sentence": last_line(err) or f"applianctl ended with {code}"}
     rows = _parsed(run(["applianctl", "model", "list", "--json"])[1]) if packages else None
     for row in rows if isinstance(rows, list) else []:
+        node["models"][row["name"]] = row["digest"]
         if row.get("in_use"):
-            node |= {"model": row["name"], "digest": row["digest"]}
+            node |= {"model": row["name"], "digest": row["digest"], "in_use": row["name"]}
+    # What answers: a name may stand for another model by now, and the agent may have gone back from another name.
+    if node["status"].get("live") and node["status"].get("digest"):
+        node |= {"model": str(node["status"]["model"]), "digest": str(node["status"]["digest"])}
     node["hardware"] = hardware(node["status"].get("tier"))
     if prompt:
         node["answer"], node["refusal"] = ask(complete, node, prompt=prompt, expect=expect)
@@ -142,6 +149,11 @@ def last_line(text: str) -> str:
 def _mark(status: dict[str, Any]) -> str:
     """Differs once an agent has taken a restart or a reload; empty where none runs."""
     return f"{status['started_at']} {status.get('reloaded_at')}" if "started_at" in status else ""
+
+
+def _age_s(path: Path) -> int:
+    """Since it was written; 0 where there is none."""
+    return max(0, int(time.time() - path.stat().st_mtime)) if path.is_file() else 0
 
 
 def _object(path: Path) -> dict[str, Any]:
