@@ -17,6 +17,7 @@ from appliance.budget import GIB, MIB
 from appliance.facts import ModelFacts
 from appliance.plan import Plan, make_plan
 from appliance.probe.host import read_host
+from appliance.quantize.layers import SMALL_MODEL_PARAMETERS
 from appliance.settings import Settings
 from tests.unit.golden_plans import HOST, HOSTS, PLACES, models, with_ceiling
 
@@ -27,9 +28,8 @@ STEP_S = 0.0029
 """A step of vLLM around a model without layers (`hollow` in docs/benchmarks.md)."""
 SHARE = 0.73
 """Of the read bandwidth, in decoding one sequence of the 1B shape less `STEP_S`."""
-LINEAR_BITS = 4.5
-"""Group 64: four bits and a bf16 scale and zero point for each group."""
-TABLE_BITS = 8.5
+GROUP_BITS = 32
+"""A bf16 scale and zero point for each group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +67,15 @@ SHAPES = (
 
 def facts(shape: Shape) -> ModelFacts:
     copies = 1 if shape.tied else 2
+    parameters = shape.linears + copies * shape.table
+    small = parameters < SMALL_MODEL_PARAMETERS  # docs/quantization.md: groups of 32 and 8-bit tables, else 64 and 4 bits
+    overhead = GROUP_BITS / (32 if small else 64)
+    linear_bits, table_bits = 4 + overhead, (8 if small else 4) + overhead
     return replace(
-        models()["llama-8b"], name=shape.name, parameters=shape.linears + copies * shape.table, hidden_size=shape.hidden,
+        models()["llama-8b"], name=shape.name, parameters=parameters, hidden_size=shape.hidden,
         intermediate_size=shape.mlp, layers=shape.layers, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
-        vocab_size=shape.vocab, tied=shape.tied, linear_bytes=int(shape.linears * LINEAR_BITS / 8),
-        table_bytes=int(copies * shape.table * TABLE_BITS / 8), largest_linear=(2 * shape.mlp, shape.hidden))
+        vocab_size=shape.vocab, tied=shape.tied, linear_bytes=int(shape.linears * linear_bits / 8),
+        table_bytes=int(copies * shape.table * table_bits / 8), largest_linear=(2 * shape.mlp, shape.hidden))
 
 
 def plan(model: ModelFacts, ceiling: int, context: int) -> Plan:
