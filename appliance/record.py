@@ -27,6 +27,7 @@ from appliance import disk, measured, trial
 from appliance.errors import StoreError
 from appliance.faults import Fault
 from appliance.recovery import Happened, Past, Step
+from appliance.regularfile import read_regular
 from appliance.trial import Candidate, Trial
 
 SCHEMA = 1
@@ -293,8 +294,7 @@ def load(state: Path, *, keep: bool = False) -> Record:
     `warning`. `keep`: only look, and leave a file that cannot be read where it is."""
     path = state / FILE
     try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        data = read_regular(path, most_bytes=MAX_BYTES)
     except FileNotFoundError:
         return Record(path=path)
     except OSError as error:

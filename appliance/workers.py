@@ -17,12 +17,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import os
 import shutil
-import stat
 import sys
 from pathlib import Path
 from typing import Any
+
+from appliance.regularfile import read_regular
 
 LINK = Path("/usr/lib/appliance/worker")
 TREES = Path("/usr/lib/appliance/workers")
@@ -92,11 +92,7 @@ def _record(path: Path) -> dict[str, Any] | None:
     """What the agent remembers; empty where it remembers nothing, None where that cannot be told: a folder that is
     not there may be one that is not mounted."""
     try:
-        # Not through a link, and without waiting for the other end of a pipe.
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                return None
-            data = file.read(MAX_RECORD_BYTES + 1)
+        data = read_regular(path, most_bytes=MAX_RECORD_BYTES, follow=False)
     except FileNotFoundError:
         return {} if path.parent.is_dir() else None
     except OSError:

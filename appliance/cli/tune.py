@@ -83,7 +83,7 @@ def tune(ctx: click.Context, quick: bool, full: bool, model: str | None, budget:
         for line in (*charts.lines(record, subject.model), *_workers(record, subject.model), *_gain_lines(gain),
                      *([lost] if lost else []), *_difference(before.choices, after.choices)):
             click.echo(line)
-        click.echo(f"measured in {seconds:.0f} s; " + ("" if apply_now else "it counts at the next start"))
+        click.echo(f"measured in {seconds:.0f} s" + ("" if apply_now else "; it counts at the next start"))
     if apply_now:
         if after.refused is not None:
             raise after.refused.error()

@@ -61,6 +61,11 @@ def test_the_file_is_the_owners_alone_and_leaves_nothing_beside_it(tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
 
 
+def test_a_pipe_in_its_place_is_no_reason_to_wait(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "record.json")
+    assert "cannot be read: it is no regular file" in load(tmp_path).warning
+
+
 @pytest.mark.parametrize("text", [
     "", "{", "[]", "null", '{"schema": 1}', '{"schema": 99}', "[" * 100_000, '{"schema": 1, "situation": 1e999}',
     b"\xff\xfe\x00".decode("latin-1"), "x" * (5 << 20),
