@@ -18,7 +18,7 @@ export APPLIANCE_HOME ?= $(CURDIR)/.run
 export PROMPT
 # The worker's interpreter is found beside the agent's environment; nothing to configure.
 
-.PHONY: help run status chat test test-fast test-worker test-fuzz test-gguf test-served test-models test-fields test-chaos test-engines soak test-system install install-agent deb apt-repo test-packages test-ansible test-fleet lint-ansible bench bench-memory bench-fidelity bench-kernels bench-serving bench-peers bench-report lint lock goldens clean
+.PHONY: help run status chat test test-fast test-worker test-fuzz test-gguf test-served test-models test-fields test-chaos test-engines soak test-system install install-agent deb lint-deb apt-repo test-packages test-ansible test-fleet lint-ansible bench bench-memory bench-fidelity bench-kernels bench-serving bench-peers bench-report lint lock goldens clean
 
 help:           ## This list.
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -63,9 +63,9 @@ test-models: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE) $(TES
 test-fields: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Each config field off its default on a warm cache (many vLLM starts).
 	$(AGENT)/bin/python -m pytest tests/served/test_config_fields.py
 
-test-chaos: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Many faults in a row with clients: 50 with a fake worker, 10 with real vLLM.
+test-chaos: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Many faults in a row with clients: 50 with a fake worker, 10 with real vLLM; false figures on trial.
 	$(AGENT)/bin/python -m pytest -s tests/process -m heavy
-	$(AGENT)/bin/python -m pytest -s tests/served/test_chaos.py tests/served/test_integrity.py
+	$(AGENT)/bin/python -m pytest -s tests/served/test_chaos.py tests/served/test_integrity.py tests/served/test_figures.py
 
 test-engines: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## Two engines in one worker, as for two NUMA nodes, by real vLLM (three minutes).
 	$(AGENT)/bin/python -m pytest -s tests/served/test_engines.py
@@ -117,6 +117,9 @@ test-system: $(AGENT)/.test $(AGENT)/.model $(WORKER)/.installed $(NATIVE)  ## T
 
 deb: $(AGENT)/.model $(WORKER)/.installed  ## The Debian packages for this distribution, into build/deb (debhelper, binutils, g++).
 	packaging/build-deb $(AGENT) $(WORKER) build/deb
+
+lint-deb:       ## lintian on build/deb: no error and no warning (after deb; minutes).
+	lintian --allow-root --tag-display-limit 0 --fail-on error,warning build/deb/*.deb
 
 apt-repo:       ## A signed apt repository of build/deb in build/apt/public, for any static file server (aptly).
 	packaging/build-repository build/deb build/apt

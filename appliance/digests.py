@@ -20,10 +20,12 @@ from pathlib import Path
 from appliance import disk
 from appliance.errors import ModelError, StoreError
 from appliance.importing.source import Source
+from appliance.regularfile import read_regular
 
 _BLOCK_BYTES = 4 << 20
 _RACY_NS = 2_000_000_000
 _MOST_ENTRIES = 1000
+_MOST_BYTES = 16 << 20
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 """Spread evenly over a file, its beginning and its end included."""
 
@@ -93,7 +95,7 @@ def _stream(file: Path, done: int, total: int, on_progress: Callable[[int, int],
 
 def _load(cache: Path) -> dict[str, list[str]]:
     try:
-        raw = json.loads(cache.read_text("utf-8"))
+        raw = json.loads(read_regular(cache, most_bytes=_MOST_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(raw, dict):

@@ -190,15 +190,18 @@ def replace(path: Path, text: str, *, draft: Path) -> None:
 
 
 @contextlib.contextmanager
-def mapped(what: str, place: Path) -> Iterator[None]:
-    """Turn an OSError into a StoreError that says `what` did not work at `place`, why, and what to do."""
+def mapped(what: str, place: Path, *, store: bool = False) -> Iterator[None]:
+    """Turn an OSError into a StoreError that says `what` did not work at `place`, why, and what to do. `store`: the
+    place is the store, which a setting can move; no other folder can be moved so."""
     try:
         yield
     except OSError as error:
+        at = error.filename or place
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            why, do = "the disk is full", "free some space, or set `store` to another disk"
+            why, do = "the disk is full", "free some space" if store else f"free some space on the disk of {place}"
         elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            why, do = f"{error.filename or place}: {error.strerror}", "check its owner and mount, or set `store`"
+            why, do = f"{at}: {error.strerror}", "check its owner and mount" if store else \
+                f"check owner and mount of {place}"
         else:
-            why, do = error.strerror or str(error), f"look at {error.filename or place}"
-        raise StoreError(what, why=why, do=do) from None
+            why, do, store = error.strerror or str(error), f"look at {at}", False
+        raise StoreError(what, why=why, do=f"{do}, or set `store` to another disk" if store else do) from None

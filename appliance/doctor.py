@@ -86,6 +86,9 @@ def _setup(setup: SetupFacts) -> Iterator[Finding]:
         for name in setup.not_laid_out:
             yield _note("not-laid-out", f"the weights of {name} are not laid out for the kernels",
                         "the worker packs them in memory at each start", "it is done at the next start")
+    if setup.measurements:
+        yield _warn("measurements-damaged", setup.measurements, "the plan goes by rules of thumb",
+                    "run `applianctl tune`: it measures anew and replaces them")
     if setup.selftest:
         yield _of("selftest-failed", setup.selftest)
     if setup.generation:

@@ -79,7 +79,7 @@ def look(store: Store, directories: Directories) -> Inventory:
     """Read names, manifests and sizes; no contents. Raises StoreError."""
     kept = keepers(store, directories)
     digests = store.digests()
-    with disk.mapped("cannot read the store", store.root):
+    with disk.mapped("cannot read the store", store.root, store=True):
         layouts = {p.name: disk.bytes_below(p) for p in _entries(store.root / "prepared")}
         own = {digest: layouts.pop(prepared.folder_name(digest), 0) for digest in digests}
         holdings = tuple(_holding(store.root / "objects" / digest, own[digest], kept.get(digest, ()))

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from appliance import disk, workers
+from appliance import disk, installation, workers
 from appliance.errors import (
     ApplianceError,
     ConfigError,
@@ -39,7 +39,6 @@ CONTRACT = 1
 PACKAGED_PYTHON = "/usr/lib/appliance/worker/bin/python"
 _GRACE_S = 5.0
 _LONGEST_LINE = 1 << 20
-_REINSTALL = "install the worker's environment again from packaging/worker.lock"
 
 Event = Mapping[str, Any]
 """`{"event": "phase", "phase", "note"}` or `{"event": "progress", "done_bytes", "total_bytes", "item"}`."""
@@ -60,7 +59,7 @@ def find_worker_python(settings: Settings, *, prefix: str = sys.prefix, packaged
         if gone := workers.lost_interpreter(place):
             raise _interpreter_changed(place, gone)
     raise ConfigError("the worker's Python is missing", why=f"not found: {', '.join(places)}",
-                      do="install the worker's environment, or set worker.python")
+                      do=installation.remedy(installation.WORKER))
 
 
 def worker_contract(worker_python: str, *, env: Mapping[str, str], timeout_s: float = 60.0) -> dict[str, Any]:
@@ -86,7 +85,8 @@ def worker_contract(worker_python: str, *, env: Mapping[str, str], timeout_s: fl
         raise _unusable(worker_python, _last_line(done.stderr)) from None
     if major != CONTRACT:
         raise ConfigError("agent and worker do not fit together",
-                          why=f"the worker speaks contract {major}, this agent {CONTRACT}", do=_REINSTALL)
+                          why=f"the worker speaks contract {major}, this agent {CONTRACT}",
+                          do=installation.remedy(installation.BOTH))
     return dict(said)
 
 
@@ -184,7 +184,8 @@ def _interpreter_changed(worker_python: str, gone: str) -> ConfigError:
 
 
 def _unusable(worker_python: str, why: str) -> ConfigError:
-    return ConfigError(f"the worker's Python {worker_python} cannot be used", why=why, do=_REINSTALL)
+    return ConfigError(f"the worker's Python {worker_python} cannot be used", why=why,
+                       do=installation.remedy(installation.WORKER_AGAIN))
 
 
 def _yield_to_the_service(pid: int) -> None:
@@ -260,7 +261,8 @@ def _failure(code: int, said: Event | None, stderr: IO[bytes]) -> ApplianceError
     if "No space left on device" in line:
         return StoreError("the job failed", why="the disk is full", do="free some space, or set `store` elsewhere")
     if "No module named" in line:
-        return ConfigError("the worker's environment is not complete", why=line, do=_REINSTALL)
+        return ConfigError("the worker's environment is not complete", why=line,
+                           do=installation.remedy(installation.WORKER_AGAIN))
     return kind(f"the job failed with exit code {code}", why=line)
 
 

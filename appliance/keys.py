@@ -26,6 +26,7 @@ from pathlib import Path
 
 from appliance import disk
 from appliance.errors import ConfigError, StoreError, UsageError
+from appliance.regularfile import read_regular
 
 PREFIX = "sk-appl-"
 FILE = "keys.json"
@@ -33,6 +34,7 @@ CREDENTIAL = "api_key"
 SCHEMA = 1
 MAX_KEYS = 1000
 MAX_KEY_BYTES = 4096
+MOST_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,7 @@ class KeyRing:
     def list(self) -> tuple[Key, ...]:
         """The keys of the file, oldest first. Raises StoreError when it cannot be read."""
         try:
-            return _parse(self.file.read_text(encoding="utf-8"))
+            return _parse(self._text())
         except FileNotFoundError:
             return ()
         except (OSError, ValueError) as error:
@@ -108,6 +110,9 @@ class KeyRing:
                     return key
             raise UsageError(f"there is no API key {key_id}", do="see `applianctl key list`")
 
+    def _text(self) -> str:
+        return read_regular(self.file, most_bytes=MOST_BYTES).decode("utf-8")
+
     @contextlib.contextmanager
     def _changing(self) -> Iterator[MutableSequence[Key]]:
         what = f"cannot write the API keys to {self.file}"
@@ -130,7 +135,7 @@ class KeyRing:
             if seen == self._seen:
                 self._broken = None  # could not be looked at for a while, and is what was read before
                 return
-            self._keys = _parse(self.file.read_text(encoding="utf-8"))
+            self._keys = _parse(self._text())
             self._seen, self._broken = seen, None
         except FileNotFoundError:
             self._keys, self._seen, self._broken = (), None, None
@@ -150,8 +155,8 @@ def configured_key(api_key_file: str | None, env: Mapping[str, str]) -> str | No
             return None
         path = str(Path(folder) / CREDENTIAL)
     try:
-        with open(path, encoding="utf-8") as file:
-            key = file.readline(MAX_KEY_BYTES).strip()
+        first, *_ = read_regular(Path(path), most_bytes=MAX_KEY_BYTES).split(b"\n", 1)
+        key = first.decode("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not text"
         raise ConfigError(f"the API key in {path} cannot be read", why=why, do="correct api_key_file") from None

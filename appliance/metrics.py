@@ -7,7 +7,7 @@ few and bounded, so that a scraper's series do not grow.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
 STATES = ("starting", "preparing", "loading", "answering", "ready", "busy", "draining", "restarting", "waiting",
           "stopping", "stopped", "failed")
+TOPICS: Mapping[str, str] = {
+    "reload": "a changed configuration was not taken, or not all of it", "limits": "limits changed while it runs",
+    "strain": "throttled, or short of memory", "mended": "a damaged model was made again",
+    "worker": "its own checks found damaged weights", "record": "the record cannot be written",
+    "settings": "keys that are ignored, or stand there twice", "access": "certificate or keys",
+}
+"""What the status can warn of, and what that means."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 GAUGES: tuple[tuple[str, str, str], ...] = (
@@ -86,7 +93,14 @@ def _lines(status: Mapping[str, Any], traffic: Traffic, live: bool | None) -> It
                        int(bool(status.get("trial"))))
     yield from _number("appliance_rolled_back", "gauge", "1 while the last known good is served instead of the wanted.",
                        int(bool(status.get("rolled_back"))))
+    yield from _number("appliance_figures_given_up", "gauge",
+                       "1 while the node's measurements lead to what has failed its trial, and others are served.",
+                       int(bool(status.get("figures_given_up"))))
     yield from _number("appliance_warnings", "gauge", "Warnings in the status.", len(status.get("warnings") or ()))
+    warned = status.get("warned")
+    if isinstance(warned, Sequence):
+        yield from _metric("appliance_warning", "gauge", "1 while the status has a warning about this.",
+                           [({"about": topic}, int(topic in warned)) for topic in TOPICS])
 
 
 def _restarts(total: Any) -> Iterator[str]:

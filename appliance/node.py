@@ -24,6 +24,7 @@ from appliance.plan import Plan, make_plan
 from appliance.probe.host import read_host
 from appliance.probe.model import read_model
 from appliance.refusal import early_refusal
+from appliance.regularfile import read_regular
 from appliance.settings import Parsed
 from appliance.store import Store
 from appliance.tune import archive
@@ -113,7 +114,7 @@ def places(directories: Directories, *, model_path: Path, fingerprint: str, prep
 def read_trial(file: Path) -> KernelTrial | None:
     """What the worker's self-test wrote at its last start for this CPU and these versions; None before the first."""
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(read_regular(file, most_bytes=1 << 16))
         return KernelTrial(variant=found["variant"], left_out=tuple(found["left_out"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -20,6 +20,7 @@ from pathlib import Path
 from appliance import disk, laidout, manifest, prepared
 from appliance.errors import StoreError
 from appliance.pieces import PIECE_BYTES
+from appliance.regularfile import read_regular
 from appliance.store import Store
 
 FILE = "patrol.json"
@@ -27,6 +28,7 @@ START_BYTES, START_S = 256 << 20, 1.0
 """What one start of the service may spend."""
 MODELS = 16
 """Places that are remembered."""
+MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,7 @@ class Walked:
 def walk(store: Store, digest: str, *, place: Path, most_bytes: int, seconds: float) -> Walked:
     """Read on from the remembered `place` (a JSON file), at least one piece. Raises StoreError for a store that cannot
     be read at all."""
-    with disk.mapped("cannot read the store", store.root):
+    with disk.mapped("cannot read the store", store.root, store=True):
         folder, layout = store.root / "objects" / digest, store.prepared_folder(digest)
         said, broken = manifest.read(folder)
         if broken:
@@ -121,7 +123,7 @@ def _check(piece: Piece) -> str | None:
 
 def _load(place: Path) -> dict[str, int]:
     try:
-        raw = json.loads(place.read_text("utf-8"))
+        raw = json.loads(read_regular(place, most_bytes=MOST_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(raw, dict):

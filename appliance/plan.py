@@ -272,8 +272,8 @@ def _kernel_choices(
 def _measurements(measured: Record | None) -> Iterator[Choice]:
     """What is known by measuring, and whether it still counts."""
     if measured is not None and measured.stale:
-        yield Choice(name="measurements", value="stale", reason="; ".join(measured.stale),
-                     evidence="rules of thumb until `applianctl tune` has run")
+        yield Choice(name="measurements", value="damaged" if measured.damaged else "stale",
+                     reason="; ".join(measured.stale), evidence="rules of thumb until `applianctl tune` has run")
     elif (found := tuning.read_bandwidth(measured)) is not None:
         yield Choice(name="read bandwidth", value=found.value, reason=found.reason, evidence=found.evidence)
 

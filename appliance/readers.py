@@ -30,6 +30,25 @@ def _wrong(key: str, value: Any, origin: str, want: str) -> ConfigError:
     return ConfigError(f"{origin}: {key} has a wrong value", why=f"{value!r} is not {want}", do=f"set {key} to {want}")
 
 
+def _secret(key: str, value: Any, origin: str, want: str, example: str) -> ConfigError:
+    """The same for what may hold a secret: the value is not said."""
+    return ConfigError(f"{origin}: {key} has a wrong value", why=f"what stands there ({kind(value)}) is not {want}",
+                       do=f"set {key} to {want} such as {example}")
+
+
+def no_section(key: str, value: Any, origin: str, *, example: str) -> ConfigError:
+    """The error for a key that should hold others and holds something else."""
+    return ConfigError(f"{origin}: {key} has a wrong value", why=f"{kind(value)} stands where keys and their values "
+                       "belong", do=f"write it as `{key}: {example}`, or its keys below it, each indented")
+
+
+def kind(value: Any) -> str:
+    """What a value is, without the value: it may be a secret."""
+    kinds = ((bool, "true or false"), ((int, float), "a number"), (str, "a text"), (list, "a list"),
+             (Mapping, "a mapping"))
+    return next((name for types, name in kinds if isinstance(value, types)), "a date or something else")
+
+
 def whole(low: int, high: int) -> Reader:
     def read(key: str, value: Any, origin: str) -> int:
         text = str(value).strip()
@@ -148,7 +167,8 @@ def environment(key: str, value: Any, origin: str) -> dict[str, str]:
         and isinstance(v, (str, int, float)) and _passable(str(v))
         for k, v in value.items()
     ):
-        raise _wrong(key, value, origin, "a mapping of variable names to values")
+        raise _secret(key, value, origin, "a mapping of variable names to texts or numbers",
+                      "{VLLM_LOGGING_LEVEL: INFO}")
     return {k: str(v) for k, v in value.items()}
 
 
@@ -159,7 +179,7 @@ def words(key: str, value: Any, origin: str) -> tuple[str, ...]:
         try:
             return tuple(shlex.split(value))
         except ValueError:
-            raise _wrong(key, value, origin, "a list of arguments") from None
+            raise _secret(key, value, origin, "a list of arguments", "[--seed, '3']") from None
     if not isinstance(value, list) or not all(isinstance(v, (str, int, float)) and _passable(str(v)) for v in value):
-        raise _wrong(key, value, origin, "a list of arguments")
+        raise _secret(key, value, origin, "a list of arguments", "[--seed, '3']")
     return tuple(str(v) for v in value)

@@ -6,7 +6,8 @@ which figures were given up, the history, and the agent's last word. Decides not
 * Every change is written at once, atomically (draft, fsync, rename), mode 0600. A disk that refuses never stops the
   service: the change is kept in memory, `problem` says why, and the next change tries again.
 * Bounded: FAULTS, HISTORY, FAILED and SITUATIONS entries; the oldest go.
-* What cannot be read (garbage, another schema) is kept aside as `record.json.bad`, and the record starts empty.
+* What cannot be read (garbage, another schema, a folder in its place) is kept aside as `record.json.bad`, and the
+  record starts empty; what cannot be set aside either is named with what to do.
 * A rung belongs to a situation (host, ceiling, candidate). Another situation has its own rung and begins at `full`;
   `reset` forgets all rungs, failed candidates, figures that were given up, and faults.
 * A candidate that differs from the good one in figures alone and fails is no failed candidate: its figures are given
@@ -295,22 +296,24 @@ def load(state: Path, *, keep: bool = False) -> Record:
     path = state / FILE
     try:
         data = read_regular(path, most_bytes=MAX_BYTES)
-    except FileNotFoundError:
-        return Record(path=path)
-    except OSError as error:
-        return Record(path=path, warning=f"{path} cannot be read: {error.strerror}")
-    try:
         if len(data) > MAX_BYTES:
             raise ValueError("too large")
         return _read(path, json.loads(data))
+    except FileNotFoundError:
+        return Record(path=path)
+    except OSError as error:
+        why = f"cannot be read: {error.strerror}"
     except (ValueError, ArithmeticError, KeyError, TypeError, AttributeError, RecursionError):
-        aside = path.with_name(f"{FILE}.bad")
-        if keep:
-            return Record(path=path, warning=f"{path} is not readable")
-        with contextlib.suppress(OSError):
-            path.replace(aside)
-        return Record(path=path, warning=f"{path} was not readable and is kept as {aside.name}: "
-                                         "rungs, trials and history begin anew")
+        why = "is damaged"
+    if keep:
+        return Record(path=path, warning=f"{path} {why}")
+    aside = path.with_name(f"{FILE}.bad")
+    try:
+        path.replace(aside)
+    except OSError as error:
+        return Record(path=path, warning=f"{path} {why}, and cannot be moved to {aside.name} ({error.strerror}): move "
+                                         "it away, or rungs, trials and history are forgotten at each start")
+    return Record(path=path, warning=f"{path} {why} and is kept as {aside.name}: rungs, trials and history begin anew")
 
 
 def check_written(known: Record) -> None:

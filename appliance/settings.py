@@ -1,8 +1,9 @@
 """What the operator asked for: defaults, and the reading of /etc/appliance/appliance.yaml.
 
 `parse(text)` is pure: text in, settings and warnings out. Precedence is flag > APPLIANCE_* environment > file >
-what the plan chooses (None here). An unknown key is a warning that names the nearest key; a wrong value is a
-ConfigError. Nothing here touches the file system.
+what the plan chooses (None here). An unknown key is a warning that names the nearest key; a wrong value, and another
+shape than a section's, is a ConfigError: never is a default taken for something that is there. Nothing here touches the
+file system.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def parse(text: str, *, origin: str = "appliance.yaml") -> Parsed:
     import yaml
 
     try:
-        raw = yaml.safe_load(text)
+        raw, twice = yaml.safe_load(text), tuple(_twice(yaml.compose(text, Loader=yaml.SafeLoader)))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}" if mark else "the text"
@@ -132,7 +133,9 @@ def parse(text: str, *, origin: str = "appliance.yaml") -> Parsed:
     if not isinstance(raw, dict):
         raise ConfigError(f"{origin} is not a configuration", why="the top level is not `key: value` lines",
                           do="see docs/configuration.md")
-    return _read(raw, origin)
+    parsed = _read(raw, origin)
+    said = (f"{origin}: `{key}` stands there twice (line {line}): only the last one counts" for key, line in twice)
+    return dataclasses.replace(parsed, warnings=(*parsed.warnings, *said))
 
 
 def from_tree(tree: Mapping[str, Any], *, origin: str) -> Settings:
@@ -144,7 +147,10 @@ def _read(raw: Mapping[str, Any], origin: str) -> Parsed:
     values: dict[str, Any] = {}
     warnings: list[str] = []
     for dotted, value in _flatten(raw):
-        if dotted not in KEYS:
+        if dotted in SECTIONS:
+            if value is not None:
+                raise readers.no_section(dotted, value, origin, example=SECTIONS[dotted])
+        elif dotted not in KEYS:
             warnings.append(_unknown(dotted, origin))
         elif value is not None:
             values[dotted] = KEYS[dotted](dotted, value, origin)
@@ -202,11 +208,27 @@ def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield dotted, value
 
 
+def _twice(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """Keys that a YAML mapping has more than once, each with its later line: YAML's reader drops the first silently."""
+    seen: set[str] = set()
+    for key, value in node.value if node is not None and node.id == "mapping" else ():
+        if not isinstance(key.value, str):
+            continue
+        if key.value in seen:
+            yield _printable(prefix + key.value), key.start_mark.line + 1
+        seen.add(key.value)
+        if not prefix and key.value in SECTIONS:
+            yield from _twice(value, f"{key.value}.")
+
+
 def _unknown(dotted: str, origin: str) -> str:
     near = difflib.get_close_matches(dotted, KEYS, n=1, cutoff=0.5)
     hint = f"; did you mean `{near[0]}`?" if near else "; see docs/configuration.md"
-    shown = "".join(c if c.isprintable() else "?" for c in dotted)
-    return f"{origin}: unknown key `{shown}` is ignored{hint}"
+    return f"{origin}: unknown key `{_printable(dotted)}` is ignored{hint}"
+
+
+def _printable(name: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in name)
 
 
 def get(settings: Settings, dotted: str) -> Any:
@@ -273,3 +295,13 @@ KEYS: Mapping[str, readers.Reader] = {
     "hub.offline": readers.switch,
 }
 """Every key of the configuration file, with the function that reads its value."""
+SECTIONS: Mapping[str, str] = {
+    "listen": "{host: 127.0.0.1, port: 8000}",
+    "tls": "{cert: /etc/appliance/tls/server.crt, key: /etc/appliance/tls/server.key}",
+    "memory": "{ceiling: 6G}",
+    "cpu": "{threads: 4}",
+    "worker": "{env: {VLLM_LOGGING_LEVEL: INFO}}",
+    "tune": "{upgrade_loss_pct: 10}",
+    "hub": "{offline: true}",
+}
+"""Every key that holds others, with an example. One without a value is no mistake: its lines are commented out."""

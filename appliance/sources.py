@@ -70,7 +70,7 @@ class Sources:
     def hold(self, key: str, *, on_wait: Callable[[], None] | None = None) -> Iterator[Held]:
         """The locked folder of `key`, made if need be. While another process has it this waits, after one call of
         `on_wait`; without, it raises TransientError."""
-        with disk.mapped("cannot write to the store", self.root):
+        with disk.mapped("cannot write to the store", self.root, store=True):
             self.root.mkdir(mode=0o755, parents=True, exist_ok=True)
             descriptor = disk.lock_folder(self.root / key, on_wait, busy="another process is fetching this model now")
         try:
@@ -82,7 +82,7 @@ class Sources:
         """Write source.json. Raises StoreError."""
         text = json.dumps({"schema": SCHEMA, "source": source, "commit": commit, "files": dict(files), "kept": kept},
                           indent=1, sort_keys=True)
-        with disk.mapped("cannot write to the store", self.root):
+        with disk.mapped("cannot write to the store", self.root, store=True):
             disk.replace(held.path / RECORD, text + "\n", draft=held.path / f"{RECORD}.{os.getpid()}")
 
     def described(self, key: str) -> dict[str, Any] | None:
@@ -106,7 +106,7 @@ class Sources:
 
     def list(self) -> list[Fetched]:
         """All folders, by key. Raises StoreError when they cannot be read."""
-        with disk.mapped("cannot read the store", self.root):
+        with disk.mapped("cannot read the store", self.root, store=True):
             if not self.root.is_dir():
                 return []
             return [self._fetched(path) for path in sorted(self.root.iterdir()) if path.is_dir()]

@@ -83,7 +83,7 @@ class Store:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        with disk.mapped("cannot read the store", self.root):
+        with disk.mapped("cannot read the store", self.root, store=True):
             self._check_schema()
             yield
 
@@ -159,7 +159,7 @@ class Store:
         raises TransientError. Look at `has` again afterwards. Raises StoreError when the disk is too full (need and
         free in the text) or cannot be written.
         """
-        with disk.mapped("cannot write to the store", self.root):
+        with disk.mapped("cannot write to the store", self.root, store=True):
             self._layout()
             return open_draft(self._tmp, digest, check_room=lambda: self._check_room(need_bytes), on_wait=on_wait)
 
@@ -173,7 +173,7 @@ class Store:
         `source` says where it came from, `created` is an ISO 8601 time. Raises StoreError, and then neither the
         object nor the name has changed.
         """
-        with disk.mapped("cannot write the model to the store", self.root):
+        with disk.mapped("cannot write the model to the store", self.root, store=True):
             reason = manifest.write(draft.folder, digest=draft.digest, source=source, source_digest=source_digest,
                                     recipe=recipe, report=report, created=created)
             if reason:
@@ -184,7 +184,7 @@ class Store:
     def adopt(self, draft: Draft, *, name: str, replace: bool = False) -> Stored:
         """As `commit`, for a draft that brings its own manifest: what another store has committed. Its contents were
         checked by whoever wrote it."""
-        with disk.mapped("cannot write the model to the store", self.root):
+        with disk.mapped("cannot write the model to the store", self.root, store=True):
             said, broken = manifest.read(draft.folder)
             findings = [broken] if broken else manifest.shape(draft.folder)
             if not findings and said.get("digest") != draft.digest:
@@ -197,7 +197,7 @@ class Store:
     def commit_prepared(self, draft: Draft, digest: str) -> Path:
         """Make the draft (begun as `prepared.folder_name(digest)`) the prepared layout of an object; layouts of other
         releases go. Raises StoreError when it is not whole or the object has gone meanwhile."""
-        with disk.mapped("cannot write the prepared weights to the store", self.root):
+        with disk.mapped("cannot write the prepared weights to the store", self.root, store=True):
             reason = laidout.finding(draft.folder, digest, contents=False)
             if reason:
                 raise StoreError("the prepared weights are not stored", why=reason, do="try again")
@@ -219,7 +219,7 @@ class Store:
 
     def discard_prepared(self, digest: str) -> None:
         """Throw the prepared layout of an object away, to be made again."""
-        with disk.mapped("cannot clean the store", self.root), self._changing():
+        with disk.mapped("cannot clean the store", self.root, store=True), self._changing():
             folder = self.prepared_folder(digest)
             if folder.is_dir():
                 trash = self._trash(folder.name)
@@ -228,7 +228,7 @@ class Store:
 
     def point(self, name: str, digest: str) -> None:
         """Make `name` stand for an object that is there, atomically. Raises UsageError for a bad name."""
-        with disk.mapped("cannot write to the store", self.root), self._changing():
+        with disk.mapped("cannot write to the store", self.root, store=True), self._changing():
             self._point(name, digest)
 
     def remove(self, name: str, *, in_use: str | None = None, force: bool = False,
@@ -242,7 +242,7 @@ class Store:
         if name == in_use and not force:
             raise UsageError(f"model {name!r} is the one in use",
                              do="choose another with `applianctl model use`, or add --force")
-        with disk.mapped("cannot remove the model", self.root), self._changing():
+        with disk.mapped("cannot remove the model", self.root, store=True), self._changing():
             (self._names / name).unlink(missing_ok=True)
             disk.fsync(self._names)
         return self.prune(keep=keep)
@@ -250,7 +250,7 @@ class Store:
     def prune(self, *, keep: Collection[str] = ()) -> int:
         """Delete the objects that no name points to and that are not to `keep` (digests), and prepared layouts of no
         object. Returns the bytes freed."""
-        with disk.mapped("cannot clean the store", self.root):
+        with disk.mapped("cannot clean the store", self.root, store=True):
             trash = []
             with self._changing():
                 kept = {*self.names().values(), *keep}
@@ -275,7 +275,7 @@ class Store:
         with self._reading():
             if not self._tmp.is_dir() or not os.access(self._tmp, os.W_OK):
                 return swept
-        with disk.mapped("cannot clean the store", self.root), self._changing():
+        with disk.mapped("cannot clean the store", self.root, store=True), self._changing():
             for entry in sorted(self._tmp.iterdir()):
                 try:
                     descriptor = os.open(entry, os.O_RDONLY | os.O_NOFOLLOW)

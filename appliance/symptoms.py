@@ -50,7 +50,7 @@ class ServiceFacts:
 @dataclass(frozen=True, kw_only=True)
 class SetupFacts:
     """Configuration, worker, model and plan. `kernels`: what the worker offers; `left_out`: native variants that its
-    self-test refused here."""
+    self-test refused here; `measurements`: why those of this host cannot be read."""
 
     config: Problem | None = None
     config_warnings: tuple[str, ...] = ()
@@ -63,6 +63,7 @@ class SetupFacts:
     plan: Problem | None = None
     damaged: tuple[str, ...] = ()
     not_laid_out: tuple[str, ...] = ()
+    measurements: str = ""
     selftest: Problem | None = None
     generation: Problem | None = None
 

@@ -90,7 +90,7 @@ def serve(argv: list[str]) -> None:
     """
     reason = preflight(dict(os.environ))
     if reason:
-        raise ConfigError("the worker cannot start", why=reason, do="install the worker again from its lock file")
+        raise ConfigError("the worker cannot start", why=reason, do="install the worker again")
     if reason := semaphore_refusal():
         raise ConfigError("the worker cannot start", why=reason, do="mount /dev/shm writable")
     cpus = os.environ.get(CPUS_VARIABLE)

@@ -9,12 +9,13 @@ remove the rest (as root: `python -m appliance.workers`, started by appliance-ol
 * The record belongs to another account: it is read as data, bounded, not where it is a link, and its words are compared
   with names of folders, never used as a path.
 * Only folders go; what is a link, or begins with a dot (the package's own work), stays. One that goes loses its name
-  first: half of a version is never found under it.
+  first, or its interpreter: half of a version is never run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import shutil
@@ -70,7 +71,13 @@ def remove(trees: Path, link: Path, record: Path) -> None:
     """Remove what is superfluous, and what an earlier removal left when it was interrupted. Raises OSError."""
     for tree in superfluous(trees, link, record):
         print(f"removing the worker {tree.name}: it is not needed any more", flush=True)
-        tree.rename(tree.with_name(GOING + tree.name))
+        try:
+            tree.rename(tree.with_name(GOING + tree.name))
+        except OSError as error:
+            if error.errno != errno.EXDEV:  # a lower layer of an overlay, where no folder can be renamed
+                raise
+            (tree / PYTHON).unlink(missing_ok=True)
+            shutil.rmtree(tree)
     for tree in trees.glob(GOING + "*"):
         shutil.rmtree(tree)
 

@@ -130,7 +130,7 @@ def copy(site: Path, target: Path, files: list[PurePosixPath]) -> None:
         place = target / file
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, place)
-        program = source.stat().st_mode & 0o100 and "bin" in file.parts
+        program = source.stat().st_mode & 0o100 and ("bin" in file.parts or file.suffix == ".sh")
         place.chmod(0o755 if program else 0o644)
 
 

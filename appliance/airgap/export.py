@@ -31,7 +31,7 @@ def export(store: Store, name: str, target: Path, *, with_layout: bool, sign_key
         raise UsageError(f"{target} exists already", do="choose another name, or remove it")
     stored = store.get(name)
     files = {MODEL + file: stored.path / file for file in (manifest.MANIFEST, *sorted(stored.manifest["files"]))}
-    with disk.mapped("cannot read the store", store.root):
+    with disk.mapped("cannot read the store", store.root, store=True):
         known = {MODEL + file: Member(name=MODEL + file, bytes=entry["bytes"], sha256=entry["sha256"])
                  for file, entry in stored.manifest["files"].items()}
         known[MODEL + manifest.MANIFEST] = _member(MODEL + manifest.MANIFEST, stored.path / manifest.MANIFEST)

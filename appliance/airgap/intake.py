@@ -103,7 +103,7 @@ def take(file: IO[bytes], *, store: Store, name: str | None, keys: Sequence[str]
         if listed.layout == prepared.LAYOUT_ID:  # another release's layout is of no use here
             layout = drafts.enter_context(store.begin(prepared.folder_name(listed.digest), on_wait=on_wait))
         on_event({"event": "phase", "phase": "unpacking", "note": ""})
-        with disk.mapped("cannot write the model to the store", store.root):
+        with disk.mapped("cannot write the model to the store", store.root, store=True):
             unpacked = _unpack(tape.Reader(file), front, {MODEL: model, LAYOUT: layout}, on_event)
             _check_model(model.folder, listed, unpacked)
             if layout is not None:

@@ -63,10 +63,10 @@ def _need(case: Patient) -> int | None:
     """What quantizing the default model will take, when that is what a start would do."""
     if isinstance(case.parsed, Problem) or case.running is not None or case.names is None:
         return None
-    name = library.active_name(case.parsed, case.directories)
-    if name != DEFAULT_MODEL or name in case.names:
-        return None
     with contextlib.suppress(ApplianceError):
+        name = library.active_name(case.parsed, case.directories)
+        if name != DEFAULT_MODEL or name in case.names:
+            return None
         # The model, and once more as the layout that the kernels map.
         return 2 * library.estimate_bytes(inspect(library.resolve(name, env=case.env)), table_bits=None)
     return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import time
 from collections.abc import Mapping
@@ -17,12 +18,13 @@ from typing import Any
 from appliance import client, jobs, library, node
 from appliance.checkup.patient import Patient, problem
 from appliance.directories import AGENT_SOCKET, sockets
-from appliance.errors import ApplianceError, ConfigError
+from appliance.errors import ApplianceError, ConfigError, StoreError
 from appliance.facts import HostFacts
 from appliance.launch import TRIAL_FILE
 from appliance.settings import DEFAULT_MODEL, Parsed
 from appliance.store import Store
 from appliance.symptoms import Problem, SetupFacts
+from appliance.tune import archive
 
 SELFTEST_S = 600.0
 GENERATION_S = 120.0
@@ -58,7 +60,7 @@ def setup(case: Patient, host: HostFacts, python: str | Problem, contract: dict[
         compile_setting=case.settings.compile,
         compiler=software.compiler is not None and software.python_headers is not None,
         plan=None if broken or not isinstance(python, str) or damaged else _plan(case, python),
-        damaged=damaged, not_laid_out=not_laid_out,
+        damaged=damaged, not_laid_out=not_laid_out, measurements=_measurements(case, host),
     )
 
 
@@ -82,6 +84,13 @@ def _plan(case: Patient, python: str) -> Problem | None:
     return problem(refused.error()) if refused else None
 
 
+def _measurements(case: Patient, host: HostFacts) -> str:
+    """Why this host's measurements cannot be read; a state folder that is closed to this account says nothing."""
+    state = case.directories.state
+    record = archive.load(state, host) if os.access(state, os.R_OK | os.X_OK) else None
+    return record.damaged if record is not None else ""
+
+
 def _models(case: Patient) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Sentences on damaged models, and the active model's name when it is not laid out. Sizes only: no byte is read."""
     store = Store(case.directories.store)
@@ -93,7 +102,10 @@ def _models(case: Patient) -> tuple[tuple[str, ...], tuple[str, ...]]:
             damaged.append(f"{error.what}: {error.why}" if error.why else error.what)
     if isinstance(case.parsed, Problem) or damaged or case.names is None:
         return tuple(damaged), ()
-    active = library.active_name(case.parsed, case.directories)
+    try:
+        active = library.active_name(case.parsed, case.directories)
+    except StoreError:  # the plan's problem
+        return (), ()
     missing = active in case.names and store.prepared(store.pointed(active)) is None
     return tuple(damaged), (active,) if missing else ()
 

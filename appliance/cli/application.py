@@ -59,6 +59,11 @@ class Application:
     def config_path(self) -> Path:
         return Path(self.config_file or self.env.get("APPLIANCE_CONFIG") or DEFAULT_CONFIG)
 
+    @property
+    def settings_closed(self) -> bool:
+        """Whether there is a configuration file that this ordinary account may not read."""
+        return os.geteuid() != 0 and self.config_path.is_file() and not os.access(self.config_path, os.R_OK)
+
     def become_owner(self) -> None:
         """As root: become the account that owns the service's state, for good, so that no file there is ever root's.
 
@@ -105,7 +110,9 @@ class Application:
             text = ""
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or "not UTF-8 text"
-            raise ConfigError(f"{self.config_path} cannot be read", why=why, do="check its owner and mode") from None
+            do = "let this account's group read it, or run the command with sudo" if self.settings_closed else \
+                "check its owner and mode"
+            raise ConfigError(f"{self.config_path} cannot be read", why=why, do=do) from None
         return settings_module.parse(text, origin=str(self.config_path))
 
 

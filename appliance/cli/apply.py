@@ -1,7 +1,7 @@
 """`applianctl apply`: put a changed configuration or another model into force - checked first, then on trial.
 
     check    the new settings are read, the model is in the store, and this node can plan for it
-    show     old -> new, key by key
+    show     old -> new, key by key, of what was not refused
     stage    the configuration file is replaced (the one before is kept in state/history), or the model in use is set
     tell     a running agent reads it again; what needs another worker goes on trial, and back if it fails
 
@@ -66,12 +66,12 @@ def apply(app: Application, file: Path | None, model: str | None, assignments: t
     if file is None and model is None and not assignments:
         raise UsageError("there is nothing to apply", do="give FILE, --model or --set")
     change = prepare(app, file=file, model=model, assignments=_assignments(assignments))
-    for line in change.lines:
-        click.echo(line)
     if not change.lines:
         click.echo("nothing to change: this is what the settings say already")
         return
-    check(app, change)
+    check(app, change)  # what is refused is not shown as a change first
+    for line in change.lines:
+        click.echo(line)
     if dry_run:
         click.echo("checked; nothing was changed (--dry-run)")
         return
@@ -135,8 +135,9 @@ def check(app: Application, change: Change) -> None:
     places = from_process(app.env, store=change.new.settings.store)
     store = Store(places.store)
     stored = change.name in store.names()
-    if not stored and change.name != DEFAULT_MODEL:
-        store.get(change.name)  # raises, naming what there is
+    if not stored and (change.name != DEFAULT_MODEL
+                       or change.name != library.active_name(change.old, app.directories)):
+        library.check_possible(change.name, store=store, env=app.env)
     try:
         python = find_worker_python(change.new.settings)
     except ConfigError as error:
@@ -176,7 +177,7 @@ def put(app: Application, change: Change) -> Mapping[str, Any] | None:
     if before is not None:
         _keep(places, before)
     if change.model is not None:
-        library.use(change.model, store=Store(places.store), directories=places)
+        library.use(change.model, store=Store(places.store), directories=places, env=app.env)
     running = status.current(app.service.runtime)
     if running is None:
         click.echo("the service is not running: this counts at its next start")

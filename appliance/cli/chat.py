@@ -77,7 +77,9 @@ def way_in(app: Application, current: Mapping[str, Any]) -> Connect:
         raise NotReachable("the service cannot be asked", why=f"{app.agent_socket} is not open to this account",
                            do="use sudo, or join the group `appliance`")
     click.echo(f"applianctl: {app.agent_socket} is not open to this account; asking {address}", err=True)
-    key = app.env.get("APPLIANCE_API_KEY") or configured_key(app.settings.api_key_file, app.env)
+    key = app.env.get("APPLIANCE_API_KEY")
+    if not key and not app.settings_closed:  # else the service says itself whether it wants one
+        key = configured_key(app.settings.api_key_file, app.env)
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     host, port = ("127.0.0.1" if parts.hostname in ("0.0.0.0", "::") else parts.hostname), parts.port
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Iterable
 
@@ -56,10 +55,9 @@ def places(app: Application) -> Directories:
 
 def unreadable_config(app: Application) -> list[Finding]:
     """A configuration that this account may not read is no fault of the configuration."""
-    path = app.config_path
-    if os.geteuid() == 0 or not path.is_file() or os.access(path, os.R_OK):
+    if not app.settings_closed:
         return []
-    return [Finding(id="config-not-seen", level="info", what=f"{path} was not looked at",
+    return [Finding(id="config-not-seen", level="info", what=f"{app.config_path} was not looked at",
                     why="this account may not read it", do="run it again with sudo")]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from datetime import datetime
 from typing import Any
 
@@ -22,7 +23,9 @@ def history(app: Application, lines: int, as_json: bool) -> None:
     """What was tried, kept, rolled back and stepped down, and the faults, oldest first."""
     known = record.load(app.service.state, keep=True)
     if known.warning:
-        raise StoreError("the history cannot be shown", why=known.warning, do="run it with sudo")
+        closed = os.geteuid() != 0 and not os.access(known.path, os.R_OK)
+        raise StoreError("the history cannot be shown", why=known.warning, do="run it with sudo" if closed else
+                         "the next start of the service keeps it as record.json.bad and begins a new one")
     if as_json:
         click.echo(json.dumps(shown(known.to_json()), indent=2))
         return

@@ -22,6 +22,8 @@ def rollback(app: Application) -> None:
     app.become_owner()
     running = status.current(app.service.runtime) is not None
     known = record.load(app.directories.state, keep=running)
+    if known.warning:
+        click.echo(f"applianctl: warning: {known.warning}", err=True)
     if running:
         if not known.warning and (reason := known.roll_back_refusal()):
             raise UsageError(reason, do="see `applianctl history`")

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from appliance.cli.application import Application
-from appliance.errors import ConfigError, ModelError
+from appliance.errors import ConfigError, ModelError, StoreError
 from appliance.facts import ModelFacts, to_json
 from appliance.measured import CANARY, PREFILL_TOK_S, SERVED, STREAMS_TOK_S, TOK_S, Record, Trial, changes
 
@@ -104,6 +104,9 @@ def show(app: Application, model: str | None, as_json: bool, png: Path | None) -
     record = archive.load(app.directories.state, subject.host)
     if record is None:
         raise ModelError("nothing was measured on this host", do="run `applianctl tune`")
+    if record.damaged:
+        raise StoreError("what was measured cannot be shown", why=record.damaged,
+                         do="run `applianctl tune` to measure anew")
     if as_json:
         click.echo(json.dumps(to_json(record), indent=2))
         return

@@ -167,7 +167,7 @@ def check_at_start(env: MutableMapping[str, str] | None = None) -> None:
     host = torch_host()
     if host.int4_refusal:
         raise ConfigError("the worker's torch does not fit", why=host.int4_refusal,
-                          do="install the worker again from its lock file")
+                          do="install the worker again")
     if env.get(PLANNED_ENV) == "aten":
         variant, failures = None, ["native: the plan serves without it"]
     else:

@@ -200,7 +200,7 @@ class Agent:
                 self.notifier.ready()
                 self._reloading = False
             self.course.measured(life.speed)
-            failed = self.course.judge(life.answered_s(now), time.time())
+            failed = self.course.judge(life.answered_s(now), time.time(), speed_within_s=life.speed_within_s)
             if self.limits.tick(now, idle=not self._requests(), outdated=self.course.outdated) or failed:
                 self._switch(now)
 

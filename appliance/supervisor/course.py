@@ -22,12 +22,12 @@ from appliance.directories import Directories
 from appliance.errors import ApplianceError, ConfigError, StoreError
 from appliance.faults import Fault
 from appliance.jobs import PACKAGED_PYTHON, find_worker_python
-from appliance.library import active_name
+from appliance.library import active_name, check_possible
 from appliance.node import Node, read_node
 from appliance.plan import Rung
 from appliance.provision import Order
 from appliance.recovery import Step, next_step
-from appliance.settings import DEFAULT_MODEL, Parsed, Settings, to_dict
+from appliance.settings import Parsed, Settings, to_dict
 from appliance.store import Store
 from appliance.supervisor import folders
 from appliance.trial import Candidate, Choice, Pass, TrialView
@@ -176,7 +176,7 @@ class Course:
         assert self.choice is not None
         candidate = self.choice.candidate
         parsed = Parsed(settings=self.settings, warnings=(), sources={"model": "the agent"})
-        with disk.mapped("cannot plan", self.directories.store):
+        with disk.mapped("cannot plan", self.directories.store, store=True):
             return read_node(parsed, self.directories, candidate.worker_python, env=self.env,
                              model_name=candidate.model, digest=candidate.digest, figures=candidate.figures)
 
@@ -236,8 +236,9 @@ class Course:
             self._measured = tokens_per_s
             self.record.note_speed(self.choice.candidate.id, tokens_per_s)
 
-    def judge(self, answered_s: float, now: float) -> bool:
-        """Look at the trial, where there is one. True when it has failed and something else must be started."""
+    def judge(self, answered_s: float, now: float, *, speed_within_s: float) -> bool:
+        """Look at the trial, where there is one. True when it has failed and something else must be started.
+        `speed_within_s`: an idle worker's speed is known after so long."""
         if self.choice is None or not self.choice.on_trial or self.record.trial is None:
             return False
         candidate, good, settings = self.choice.candidate, self.record.good, self.parsed.settings
@@ -247,8 +248,8 @@ class Course:
         found = trial.judge(TrialView(
             trial=self.record.trial, answered_s=answered_s, trial_s=settings.trial_s,
             speed_before=self.record.speeds.get(good.id) if good is not None and alike else None,
-            speed_now=self.record.speeds.get(candidate.id), loss_pct=settings.tune.upgrade_loss_pct,
-            roll_back_on_loss=settings.tune.upgrade_rollback or only_figures))
+            speed_now=self.record.speeds.get(candidate.id), speed_within_s=speed_within_s,
+            loss_pct=settings.tune.upgrade_loss_pct, roll_back_on_loss=settings.tune.upgrade_rollback or only_figures))
         if found is None:
             return False
         if isinstance(found, Pass):
@@ -304,9 +305,7 @@ class Course:
 
     def check(self, parsed: Parsed) -> None:
         """What can be told at once of a wish, before a worker is ended for it. Raises ModelError or ConfigError."""
-        name = active_name(parsed, self.directories)
-        if name != DEFAULT_MODEL:
-            Store(self.directories.store).get(name)
+        check_possible(active_name(parsed, self.directories), store=Store(self.directories.store), env=self.env)
         python = parsed.settings.worker.python
         if python and not os.access(python, os.X_OK):
             raise ConfigError(f"worker.python {python} cannot be executed", do="correct it")

@@ -122,6 +122,12 @@ class Life:
         return vitals.deadline_s(tuple(self.measured_s), probe_s=self.probe_s)
 
     @property
+    def speed_within_s(self) -> float:
+        """How long measuring the speed of this worker takes where nobody else asks it: probes that succeed are no
+        longer than their deadline."""
+        return SPEED_TRIES * (self.probe_s + self.deadline_s)
+
+    @property
     def progress(self) -> tuple[float, float]:
         """Changes whenever a load gets on: a new line, or CPU time."""
         return self._spoke, self._tree_moved

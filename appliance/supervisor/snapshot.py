@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from appliance import __version__, status
@@ -98,7 +98,7 @@ class Snapshot:
         self.values["fault"] = fault.name
 
     def warn(self, topic: str, sentence: str) -> None:
-        """A warning under a topic; an empty sentence takes it away."""
+        """A warning under a topic of `metrics.TOPICS`; an empty sentence takes it away."""
         self._warnings[topic] = sentence
 
     def without_worker(self) -> None:
@@ -116,6 +116,10 @@ class Snapshot:
         trial = self.course.record.trial
         choice = self.course.choice
         rolled_back = choice.sentence if choice is not None and not choice.on_trial else ""
+        said: dict[str, Sequence[str]] = {
+            **{topic: (text,) for topic, text in self._warnings.items()}, "worker": (life.worn if life else "",),
+            "record": (self.course.record.problem,), "settings": self.course.parsed.warnings,
+            "access": traffic.warnings}
         if life is not None and life.answered is not None:
             self.values["last_answer_at"] = wall - (now - life.answered)
         self.values |= {
@@ -134,9 +138,8 @@ class Snapshot:
                       "until": (trial.ready_at + self.course.parsed.settings.trial_s) if trial.ready_at else None}
             if trial is not None else None,
             "rolled_back": rolled_back or None, "figures_given_up": self.course.given_up or None,
-            "warnings": [text for text in (*self._warnings.values(), life.worn if life is not None else "",
-                                           self.course.record.problem, *self.course.parsed.warnings,
-                                           *traffic.warnings) if text],
+            "warnings": [text for texts in said.values() for text in texts if text],
+            "warned": sorted(topic for topic, texts in said.items() if any(texts)),
             "worker_pid": worker.pid if worker is not None else None,
         }
         self.board.publish(dict(self.values))

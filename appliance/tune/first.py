@@ -36,6 +36,8 @@ def measure(parsed: Parsed, directories: Directories, worker_python: str, *, env
         return ""  # the operator's word wins whatever is measured
     try:
         subject = read_subject(parsed, directories, worker_python, env=env, model_name=model_name, digest=digest)
+        before = archive.load(directories.state, subject.host)
+        damage = f"{before.damaged}: measured anew; " if before is not None and before.damaged else ""
         record = archive.current(directories.state, subject.host)
         if record.of(FIRST, digest) or tuning.thread_trials(record, digest, subject.kernel):
             return ""
@@ -45,7 +47,7 @@ def measure(parsed: Parsed, directories: Directories, worker_python: str, *, env
         archive.save(directories.state, found.having(tried))
         lost = archive.lost(directories.state, found, loss_pct=parsed.settings.tune.upgrade_loss_pct)
         took = f"memory and threads were measured in {time.monotonic() - began:.0f} s"
-        return f"nothing was measured: {note}; " if note else f"{took}; {lost and lost + '; '}"
+        return damage + (f"nothing was measured: {note}; " if note else f"{took}; {lost and lost + '; '}")
     except ApplianceError as error:
         return f"nothing was measured: {error.line}; "
     except OSError as error:

@@ -1,7 +1,7 @@
 """A gateway host before two nodes, each a booted host, put up by the playbook gateway.yml; and what is done to a node.
 
-Nodes are the service as `make install` puts it there (tests.system.installation), reachable from their network with a key;
-the gateway host has Debian's HAProxy in a package source of its own and no other way out. Names are n1, n2 and gw.
+Nodes have our packages, put there by the role (tests.ansible.fleet), and are reachable from their network with a key; the
+gateway host has Debian's HAProxy in a package source of its own and no other way out. Names are n1, n2 and gw.
 """
 
 from __future__ import annotations
@@ -15,35 +15,19 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.ansible import figures
 from tests.ansible.controller import Controller, Ran
+from tests.ansible.fleet import BOOT_S, KEY_TEXT, TWO, booted
 from tests.ansible.load import Load
-from tests.system import installation
-from tests.system.service import Service
+from tests.packages.node import Node
 from tests.system.testhost.base import KEY
 from tests.system.testhost.host import Host
 
 NODES = ("n1", "n2")
-KEY_TEXT = "sk-appl-sentinel0123456789abcdef"
 PORT = 8443
 CONFIG = "/etc/haproxy/haproxy.cfg"
 PACKAGES = ("haproxy", "liblua5.3-0", "libopentracing1", "libopentracing-c-wrapper0")
 SOURCE = "deb [trusted=yes] file:/srv/haproxy ./\n"
-FAKE_SETTINGS = """model: tiny
-listen: {host: 0.0.0.0}
-drain_s: 20
-trial_s: 5
-probe_s: 2
-max_running: 4
-memory: {reserve: 64M}
-worker: {env: {FAKE: ok, FAKE_CONTROL: /run/fake, FAKE_TOKEN_S: "0.03", FAKE_LOAD_S: "3", FAKE_PREFILL_S: "0.02"}}
-"""
-REAL_SETTINGS = """listen: {host: 0.0.0.0}
-drain_s: 20
-trial_s: 20
-context: 2048
-max_running: 4
-memory: {reserve: 64M}
-"""
 
 
 def packages(folder: Path) -> str | None:
@@ -68,11 +52,11 @@ def certificates(folder: Path, *addresses: str) -> tuple[Path, Path]:
 
 
 class Balanced(Controller):
-    """`gateway`, `nodes`: the hosts; `variables` are the gateway's."""
+    """`gateway`, `nodes`: the hosts; `of_nodes`: the nodes' variables, the others are the gateway's."""
 
-    def __init__(self, folder: Path, gateway: Host, nodes: Mapping[str, Host], **variables: Any) -> None:
+    def __init__(self, folder: Path, gateway: Host, nodes: Mapping[str, Host], of_nodes: Mapping[str, Any], **variables: Any) -> None:
         super().__init__(folder, {"gw": gateway, **nodes}, **variables)
-        self.gateway, self.nodes = gateway, dict(nodes)
+        self.gateway, self.nodes, self.of_nodes = gateway, dict(nodes), of_nodes
 
     def inventory(self) -> Path:
         def groups(hosts: Mapping[str, Host]) -> dict[str, Any]:
@@ -80,7 +64,7 @@ class Balanced(Controller):
 
         path = self.folder / "inventory.yml"
         path.write_text(json.dumps({"all": {"children": {
-            "appliance": {"hosts": groups(self.nodes)}, "gateway": {"hosts": groups({"gw": self.gateway}), "vars": self.variables}}}}))
+            "appliance": {"hosts": groups(self.nodes), "vars": self.of_nodes}, "gateway": {"hosts": groups({"gw": self.gateway}), "vars": self.variables}}}}))
         return path
 
     def put_up(self, *words: str, **extra: Any) -> Ran:
@@ -113,8 +97,8 @@ class Balanced(Controller):
             time.sleep(0.05)
         return time.monotonic() - began
 
-    def node(self, name: str) -> Service:
-        return Service(self.nodes[name])
+    def node(self, name: str) -> Node:
+        return Node(self.nodes[name])
 
     def join(self) -> None:
         """Hosts reach each other: this machine passes their packets on. A device is new after each power-on."""
@@ -123,68 +107,94 @@ class Balanced(Controller):
 
 
 @contextmanager
-def balanced(folder: Path, make_host: Callable[..., Host], source: Path, layer: str, *, settings: str, ready_s: float = 60, tls: bool = True) -> Iterator[Balanced]:
-    """Gateway and nodes, the nodes ready, the gateway not put up."""
+def balanced(folder: Path, make_host: Callable[..., Host], source: Path, layer: str, repository: Path, variables: Mapping[str, Any]) -> Iterator[Balanced]:
+    """Gateway and nodes, the nodes ready, the gateway not put up. `variables`: of the nodes, as they were installed."""
     with ExitStack() as stack:
         gateway = stack.enter_context(make_host(binds=((str(source), "/srv/haproxy"),)))
         gateway.write("/etc/apt/sources.list.d/haproxy.list", SOURCE)
-        nodes = {name: stack.enter_context(installation.host(layer)) for name in NODES}
+        nodes = booted(stack, NODES, layer, make_host, repository)
         for host in nodes.values():
-            host.write("/etc/appliance/appliance.yaml", settings)
-            host.write("/etc/credstore/appliance.api_key", KEY_TEXT, 0o600)
-            host.run(["systemctl", "enable", "appliance"], check=True)
-        for host in nodes.values():
-            Service(host).begin()
-        for host in nodes.values():
-            Service(host).wait_ready(ready_s)
+            Node(host).wait_ready(BOOT_S)
         cert, key = certificates(folder, gateway.ip)
-        made = Balanced(folder, gateway, nodes, gateway_port=PORT, gateway_tls=tls, gateway_tls_cert=cert.read_text(), gateway_tls_key=key.read_text())
+        made = Balanced(folder, gateway, nodes, variables, gateway_port=PORT, gateway_tls=True, gateway_tls_cert=cert.read_text(), gateway_tls_key=key.read_text())
         made.join()
         yield made
+
+
+def hurt_under_load(made: Balanced, hurt: str, *, drill: str, back_s: float = 90, after_s: float = 2, **options: Any) -> Load:
+    """Load while `hurt`, one of the functions below, is done to n1, and until it is back."""
+    node = made.node("n1")
+    with made.load(**options) as load:
+        time.sleep(3)
+        began = time.monotonic()
+        globals()[hurt](node)
+        made.join()
+        if hurt.startswith("kill_"):
+            made.wait_for("n1", "NOLB", "DOWN")  # else its last status still says ready
+        node.wait_ready(back_s)
+        made.wait_for("n1", "UP", timeout_s=60)
+        back = time.monotonic() - began
+        time.sleep(after_s)
+    keep(drill, load, node_back_s=round(back, 1))
+    return load
+
+
+def keep(drill: str, load: Load, **facts: object) -> None:
+    """The row of the table in docs/gateway.md."""
+    figures.keep(drill, requests=len(load.ends), **load.kinds(), lost=len(load.lost()), lost_unbegun=len(load.lost(unbegun=True)),
+                 longest_gap_s=round(load.longest_gap_s(), 1), slowest_s=round(load.slowest_s(), 1), **facts)
 
 
 # ---- what is done to a node; each leaves it as it is, and `heal` brings it back -----------------------------------------
 
 
-def kill_worker(node: Service) -> None:
+def kill_worker(node: Node) -> None:
     node.kill(node.leader(), "KILL")
 
 
-def kill_engine(node: Service) -> None:
+def kill_engine(node: Node) -> None:
     node.kill(node.engine(), "KILL")
 
 
-def kill_agent(node: Service) -> None:
+def kill_agent(node: Node) -> None:
     node.kill(node.agent(), "KILL")
 
 
-def drain(node: Service) -> None:
+def drain(node: Node) -> None:
     node.control("drain")
     time.sleep(6)
     node.control("start")
 
 
-def restart(node: Service) -> None:
+def restart(node: Node) -> None:
     node.host.run(["systemctl", "restart", "appliance"], timeout_s=120, check=True)
 
 
-def reboot(node: Service) -> None:
+def upgrade(node: Node) -> None:
+    """The packages, as an administrator's apt does it; the service restarts by itself, and the new worker is on trial."""
+    before = node.status()["started_at"]
+    node.apt("update").ok()
+    node.apt("install", "--no-install-recommends", f"appliance={TWO}", f"appliance-worker={TWO}").ok()
+    node.wait_for(lambda status: status.get("started_at", before) != before, BOOT_S, "restarted")
+
+
+def reboot(node: Node) -> None:
     node.host.reboot()
 
 
-def kill_host(node: Service) -> None:
+def kill_host(node: Node) -> None:
     node.host.kill()
     node.host.boot(wait=False)
 
 
-def powercut(node: Service) -> None:
+def powercut(node: Node) -> None:
     """The host is silent for a while, as a machine without power is."""
     node.host.powercut()
     time.sleep(8)
     node.host.boot(wait=False)
 
 
-def cut_network(node: Service) -> None:
+def cut_network(node: Node) -> None:
     """Packets vanish: nothing is refused, nothing is closed."""
     rules = "table inet cut { chain i { type filter hook input priority -300; policy drop; }; chain o { type filter hook output priority -300; policy drop; }; }"
     node.host.run(["nft", "-f", "-"], input=rules, check=True)
@@ -192,7 +202,7 @@ def cut_network(node: Service) -> None:
     node.host.run(["nft", "delete", "table", "inet", "cut"], check=True)
 
 
-def freeze(node: Service) -> None:
+def freeze(node: Node) -> None:
     """The agent stands still for a while: connections are taken and nothing is said."""
     node.host.run(["sh", "-c", f"kill -STOP {node.agent()}; sleep 12; kill -CONT {node.agent()}"], timeout_s=60)
 

@@ -10,13 +10,15 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
 
+from tests.ansible import balanced, fleet
 from tests.ansible.controller import ADMIN, TOOLS
 from tests.packages.node import SITE
-from tests.packages.releases import repository, stand_in
+from tests.packages.releases import release, repository, stand_in
 from tests.system.installation import FAKE_CONTROL
 from tests.system.testhost import base
 from tests.system.testhost.host import Host, sweep
@@ -25,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 DEBS = Path(os.environ.get("APPLIANCE_DEBS", ROOT / "build/deb"))
 NEEDED = ("python3-sdnotify", "sudo")
 """What nodes have beyond the test hosts' base; fetched once by this machine's apt."""
-ONE, TWO = "0.1.0~deb12", "0.2.0~deb12"
+ONE, TWO, DIES = fleet.ONE, fleet.TWO, fleet.DIES
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -93,6 +95,78 @@ def make_host(layer: str) -> Callable[..., Host]:
         return Host(f"c-{uuid4().hex[:8]}", layers=[*layers, layer], binds=list(binds), **options)
 
     return make
+
+
+# ---- fleets: what a module says of its nodes are its fixtures `published`, `variables` and, where there are not three, `names`
+
+
+@pytest.fixture(scope="session")
+def stand_ins(releases: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository: ONE and TWO work, the worker of DIES does not start. All have the fake worker."""
+    folder = tmp_path_factory.mktemp("stand-ins")
+    stand_in(DEBS, folder / DIES, version=DIES, fake="crash")
+    return repository([releases / ONE, releases / TWO, folder / DIES], folder / "apt", keys=folder / "keys")
+
+
+@pytest.fixture(scope="session")
+def served_releases(needed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with real vLLM: ONE is the built release, TWO that with another number."""
+    if not list(DEBS.glob("appliance-worker_*.deb")):
+        pytest.skip(f"there are no packages in {DEBS}: make deb")
+    if kept := os.environ.get("APPLIANCE_FLEET_APT"):  # of a run before, to save minutes
+        return Path(kept)
+    folder = tmp_path_factory.mktemp("served")
+    debs = folder / ONE
+    debs.mkdir()
+    for deb in (*DEBS.glob("appliance*.deb"), *needed.glob("python3-sdnotify_*.deb")):
+        shutil.copy(deb, debs)  # no link: a build at the same time writes into the file
+    release(debs, folder / TWO, version=TWO)
+    release(debs, folder / DIES, version=DIES, fault="worker-dies")
+    for version in (TWO, DIES):
+        next((folder / version).glob("appliance-model-smollm2_*.deb")).unlink()
+    return repository([debs, folder / TWO, folder / DIES], folder / "apt", keys=folder / "keys")
+
+
+@pytest.fixture(scope="session")
+def served_variables(served_releases: Path) -> dict[str, Any]:
+    """Of nodes with real vLLM, which a gateway may reach."""
+    return {**fleet.sources(served_releases), **fleet.SERVED}
+
+
+@pytest.fixture(scope="session")
+def served_layer(served_releases: Path, served_variables: dict[str, Any], make_host: Callable[..., Host],
+                 tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with fleet.installed(tmp_path_factory.mktemp("first"), make_host, served_releases, served_variables, appliance_version=ONE) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def names() -> tuple[str, ...]:
+    return ("web1", "web2", "web3")
+
+
+@pytest.fixture(scope="module")
+def serving(published: Path, variables: dict[str, Any], make_host: Callable[..., Host], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The layer of a node with release ONE."""
+    with fleet.installed(tmp_path_factory.mktemp("first"), make_host, published, variables, appliance_version=ONE) as made:
+        yield made
+
+
+@pytest.fixture
+def nodes(names: tuple[str, ...], serving: str, published: Path, variables: dict[str, Any], make_host: Callable[..., Host],
+          tmp_path: Path) -> Iterator[fleet.Fleet]:
+    """A fleet of one test's own."""
+    with fleet.fleet(tmp_path, names, serving, make_host, published, variables) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def haproxy(needed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package source of a gateway host."""
+    folder = tmp_path_factory.mktemp("haproxy")
+    if reason := balanced.packages(folder):
+        pytest.skip(reason)
+    return folder
 
 
 def embedded() -> Path:

@@ -1,30 +1,39 @@
-"""Three nodes that serve, made of one layer, and what an operator sees of them before and after a playbook.
+"""Nodes that serve, made of one layer, and what an operator sees of them before and after a playbook.
 
-Does: install release ONE once by the role, boot nodes from that, keep an apt repository of several releases. Does not:
-judge. Rules: the cheap nodes serve with the fake worker, whose steps sleep, so that speeds compare on a busy machine.
+Does: install release ONE once by the role, boot nodes from that. Does not: judge. Rules: the cheap nodes serve with the
+fake worker, whose steps sleep, so that speeds compare on a busy machine.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from tests.ansible import figures
 from tests.ansible.controller import Controller, Ran
 from tests.packages.node import Node
 from tests.system.testhost import base
 from tests.system.testhost.host import Host
 
-NAMES = ("web1", "web2", "web3")
+ONE, TWO, DIES = "0.1.0~deb12", "0.2.0~deb12", "0.3.0~deb12"
+"""The release that is installed at first, the next one, and one whose worker does not start."""
+KEY_TEXT = "sk-appl-sentinel0123456789abcdef"
+# Nodes with real vLLM share this machine's CPUs: one is measured at a time, and a loss is believed only where it is large.
+SERVED = {
+    "appliance_config": {"listen": {"host": "0.0.0.0"}, "trial_s": 20, "drain_s": 20, "context": 1024, "max_running": 4, "memory": {"reserve": "64M"}},
+    "appliance_api_key": KEY_TEXT, "appliance_verify_expect": "Paris", "appliance_wait_s": 400,
+    "rollout_bench_at_once": 1, "rollout_bench_tokens": 48, "rollout_loss_pct": 60, "rollout_kept": "canary"}
 BOOT_S = 240.0
 """A boot ends when the service has started."""
-TIMES = Path(__file__).parents[2] / "build/system/fleet.json"
+ASK = ["curl", "-s", "-m", "60", "-w", "\\n%{http_code}", "--unix-socket", "/run/appliance/agent.sock", "-H", "content-type: application/json",
+       "-d", '{"model": "default", "prompt": "The capital of France is", "max_tokens": 2}', "http://node/v1/completions"]
+"""On the socket root needs no key."""
 RECORD = "/var/lib/appliance-fleet/rollout/record.json"
 PENDING = "/var/lib/appliance-fleet/rollout/pending.json"
 
@@ -50,10 +59,10 @@ class Fleet(Controller):
 
     def seen(self, name: str) -> Seen:
         node = self.node(name)
-        code, body = node.ask()
+        body, _, code = self.hosts[name].run(ASK, timeout_s=70).out.rpartition("\n")
         return Seen(version=self.version(name), config=node.file("/etc/appliance/appliance.yaml").read_text(),
                     model=str(node.status().get("digest")), worker_pid=int(node.status().get("worker_pid") or 0),
-                    answers=code == 200 and bool(json.loads(body)["choices"][0]["text"]))
+                    answers=code == "200" and bool(json.loads(body)["choices"][0]["text"]))
 
     def all_seen(self) -> dict[str, Seen]:
         return {name: self.seen(name) for name in self.hosts}
@@ -77,14 +86,23 @@ class Fleet(Controller):
             self.node(name).wait_ready(BOOT_S)
 
 
+def sources(repository: Path) -> dict[str, Any]:
+    """The role's variables for the repository that `booted` binds."""
+    return {"appliance_repository_uri": "file:/srv/repository", "appliance_repository_key": (repository / "appliance.asc").read_text()}
+
+
+def booted(stack: ExitStack, names: Sequence[str], layer: str, make_host: Callable[..., Host], repository: Path) -> dict[str, Host]:
+    hosts = {name: make_host(layers=(layer,), binds=((str(repository), "/srv/repository"),)) for name in names}
+    for host in hosts.values():
+        host.BOOT_S = BOOT_S
+        stack.enter_context(host)
+    return hosts
+
+
 @contextmanager
-def fleet(folder: Path, layer: str, make_host: Callable[..., Host], repository: Path, variables: dict[str, Any]) -> Iterator[Fleet]:
+def fleet(folder: Path, names: Sequence[str], layer: str, make_host: Callable[..., Host], repository: Path, variables: dict[str, Any]) -> Iterator[Fleet]:
     with ExitStack() as stack:
-        hosts = {name: make_host(layers=(layer,), binds=((str(repository), "/srv/repository"),)) for name in NAMES}
-        for host in hosts.values():
-            host.BOOT_S = BOOT_S
-            stack.enter_context(host)
-        found = Fleet(folder, hosts, **variables)
+        found = Fleet(folder, booted(stack, names, layer, make_host, repository), **variables)
         found.wait_ready()
         yield found
 
@@ -118,10 +136,7 @@ def told(ran: Ran) -> str:
     return sentences[0]
 
 
-def note(case: str, ran: Ran) -> None:
-    """Seconds of a run for the documentation, with this machine's load then."""
-    TIMES.parent.mkdir(parents=True, exist_ok=True)
-    rows = json.loads(TIMES.read_text()) if TIMES.is_file() else {}
+def note(drill: str, ran: Ran) -> None:
+    """Seconds of a run for the documentation."""
     said = next((text for text in ran.refusals().values() if text.startswith("rollout stopped")), "")
-    rows[case] = {"seconds": round(ran.seconds), "changed": ran.changed, "load": round(os.getloadavg()[0], 1), "sentence": said}
-    TIMES.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+    figures.keep(drill, seconds=round(ran.seconds), changed=ran.changed, sentence=said)

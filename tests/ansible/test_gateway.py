@@ -1,50 +1,52 @@
 """Role and playbook `gateway`: HAProxy in front of two nodes, put up by Ansible, under load while nodes are being hurt.
 
-Most tests share one gateway and two nodes with the fake worker; test_served_gateway.py has the same with real vLLM.
+The tests share one gateway and two nodes with the fake worker; test_served_gateway.py has the load with real vLLM.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.ansible import balanced
-from tests.ansible.balanced import FAKE_SETTINGS, KEY_TEXT, NODES, Balanced
-from tests.system.installation import make_layer
-from tests.system.testhost.base import LAYERS
+from tests.ansible.balanced import NODES, Balanced, hurt_under_load
+from tests.ansible.conftest import ONE, TWO
+from tests.ansible.fleet import KEY_TEXT, note, sources
 from tests.system.testhost.host import Host
 
-Hurt = Callable[..., None]
+SETTINGS = {
+    "listen": {"host": "0.0.0.0"}, "drain_s": 20, "trial_s": 5, "probe_s": 2, "max_running": 4, "memory": {"reserve": "64M"},
+    "worker": {"env": {"FAKE_CONTROL": "/run/fake", "FAKE_TOKEN_S": "0.03", "FAKE_LOAD_S": "3", "FAKE_PREFILL_S": "0.02"}}}
 DRILLS: list[tuple[str, int]] = [
     # what is done to n1, and how many answers that had begun may be cut by it (it computes 4 at once)
-    ("drain", 0), ("restart", 0), ("reboot", 0), ("freeze", 0),
+    ("drain", 0), ("restart", 0), ("upgrade", 0), ("reboot", 0), ("freeze", 0),
     ("kill_worker", 4), ("kill_engine", 4), ("kill_agent", 4), ("kill_host", 4), ("powercut", 4), ("cut_network", 4),
 ]
 
 
 @pytest.fixture(scope="module")
-def source(needed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("haproxy")
-    if reason := balanced.packages(folder):
-        pytest.skip(reason)
-    return folder
+def published(stand_ins: Path) -> Path:
+    return stand_ins
 
 
 @pytest.fixture(scope="module")
-def fresh(source: Path, make_host: Callable[..., Host], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Balanced]:
+def variables(published: Path) -> dict[str, Any]:
+    return {**sources(published), "appliance_config": SETTINGS, "appliance_api_key": KEY_TEXT, "appliance_wait_s": 120,
+            "rollout_bench_tokens": 24, "rollout_loss_pct": 90, "rollout_kept": "none"}
+
+
+@pytest.fixture(scope="module")
+def fresh(haproxy: Path, serving: str, published: Path, variables: dict[str, Any], make_host: Callable[..., Host],
+          tmp_path_factory: pytest.TempPathFactory) -> Iterator[Balanced]:
     """Two nodes that serve, and a host that is no gateway yet."""
-    layer = make_layer("fake")
-    try:
-        with balanced.balanced(tmp_path_factory.mktemp("gateway"), make_host, source, layer, settings=FAKE_SETTINGS) as made:
-            yield made
-    finally:
-        shutil.rmtree(LAYERS / layer, ignore_errors=True)
+    with balanced.balanced(tmp_path_factory.mktemp("gateway"), make_host, haproxy, serving, published, variables) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -178,26 +180,28 @@ def test_a_request_that_is_too_large_to_be_sent_again_is_answered(gateway: Balan
 
 
 @pytest.mark.parametrize(("hurt", "begun"), DRILLS)
-def test_load_while_a_node_is_hurt(gateway: Balanced, hurt: str, begun: int, record_property: Callable[[str, object], None]) -> None:
+def test_load_while_a_node_is_hurt(gateway: Balanced, hurt: str, begun: int) -> None:
     """No answer that had not begun is lost, and no more than those of the node that had."""
-    act: Hurt = getattr(balanced, hurt)
-    node = gateway.node("n1")
-    with gateway.load() as load:
-        time.sleep(3)
-        at = time.monotonic()
-        act(node)
-        gateway.join()
-        if hurt.startswith("kill_"):
-            gateway.wait_for("n1", "NOLB", "DOWN")  # else its last status still says ready
-        node.wait_ready(90)
-        gateway.wait_for("n1", "UP", timeout_s=30)
-        back = time.monotonic() - at
-        time.sleep(2)
-    say(record_property, hurt, load, back)
+    load = hurt_under_load(gateway, hurt, drill=f"gateway: {hurt}")
     assert load.lost(unbegun=True) == []
     assert len(load.lost()) <= begun, load.lost()
     assert load.kinds().get("refused", 0) == 0  # eight users have room on the other node
     assert load.longest_gap_s() < 5
+
+
+def test_load_while_a_rollout_upgrades_both_nodes(gateway: Balanced) -> None:
+    """The second node goes once the first one is back: nobody waits longer for it than for one node that restarts."""
+    gateway.node("n1").apt("install", "--allow-downgrades", f"appliance={ONE}", f"appliance-worker={ONE}").ok()
+    gateway.node("n1").wait_for(lambda status: status.get("ready") and not status.get("trial"), 60, "kept")
+    gateway.wait_for("n1", "UP")
+    with gateway.load() as load:
+        ran = gateway.play("rollout.yml", appliance_version=TWO).ok()
+        gateway.wait_for("n2", "UP")
+    note("gateway: a rollout of both nodes under load", ran)
+    balanced.keep("gateway: the load while a rollout upgrades both nodes", load)
+    assert load.lost() == []
+    assert load.kinds().get("refused", 0) == 0
+    assert load.longest_gap_s() < 10
 
 
 def test_without_a_node_it_says_when_to_come_back(gateway: Balanced) -> None:
@@ -229,11 +233,3 @@ def curl(gateway: Balanced, path: str, *words: str) -> tuple[int, str, str]:
     done = subprocess.run(["curl", "-s", "-i", "-m", "10", "--cacert", str(gateway.folder / "front.crt"), *words, url], capture_output=True, text=True, check=False)
     head, _, body = done.stdout.replace("\r\n", "\n").partition("\n\n")
     return int(head.split()[1]) if done.returncode == 0 else 0, head, body
-
-
-def say(record_property: Callable[[str, object], None], hurt: str, load: balanced.Load, back_s: float) -> None:
-    """One line of the table in docs/gateway.md (`pytest -s`)."""
-    line = (f"{hurt}: {len(load.ends)} requests {load.kinds()}, lost {len(load.lost())} of which unbegun {len(load.lost(unbegun=True))}, "
-            f"longest gap {load.longest_gap_s():.1f} s, slowest {load.slowest_s():.1f} s, node back after {back_s:.1f} s")
-    print(f"\n{line}")
-    record_property("load", line)

@@ -158,6 +158,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"context": "many"}, "context"),
     ({"memory": {"ceiling": "200M"}}, "memory"),
     ({"worker": {"extra_args": ["--port", "1"]}}, "extra_args"),
+    ({"listen": [1]}, "listen"),
+    ({"memory": 5}, "memory"),
+    ({"contxt": 256}, "appliance_config: unknown key `contxt` is ignored; did you mean `context`?; correct appliance_config, or set appliance_strict: false"),
 ]
 
 
@@ -175,6 +178,55 @@ def test_wrong_settings_are_refused_in_one_line_and_nothing_changes(shared: Flee
             assert "\n" not in lines[name]
     assert shared.node.file("/etc/appliance/appliance.yaml").read_text() == before
     assert shared.worker() == pid
+
+
+def test_an_unknown_key_is_shown_where_it_is_let_through(shared: Fleet) -> None:
+    pid, good = shared.worker(), shared.variables["appliance_config"]
+    for _ in range(2):  # also where nothing changes any more
+        ran = shared.play(appliance_config={**good, "contxt": 256}, appliance_strict=False).ok()
+        assert "appliance_config: unknown key `contxt` is ignored" in ran.out
+    assert ran.changed == 0
+    assert "unknown key `contxt`" in shared.play(appliance_config={**good, "contxt": 256}).refusal
+    assert shared.play().ok().changed == 1
+    assert shared.worker() == pid
+
+
+def test_a_repository_that_cannot_be_used_leaves_the_one_that_works(shared: Fleet, tmp_path: Path) -> None:
+    """One host under several names, and each of them in check mode as well."""
+    files = "sha256sum /etc/apt/keyrings/appliance.asc /etc/apt/sources.list.d/appliance.sources && ls /tmp /var/lib/apt/lists"
+    before = shared.host.run(files, check=True).out
+    wrong: dict[str, tuple[dict[str, Any], str]] = {
+        "another-key": ({"appliance_repository_key": another_key(tmp_path)}, "check its address, suite and key; the node's source stays as it was"),
+        "no-repository": ({"appliance_repository_uri": "http://127.0.0.1:9/nothing"}, "http://127.0.0.1:9/nothing cannot be read"),
+        "no-suite": ({"appliance_repository_suite": "trixie"}, "cannot be read"),
+    }
+    many = Controller(shared.folder, dict.fromkeys(wrong, shared.host), own={name: case[0] for name, case in wrong.items()},
+                      **shared.variables)
+    for words in (("--check",), ()):
+        lines = many.play("appliance.yml", *words).refusals()
+        assert lines.keys() == wrong.keys()
+        assert {name: said for name, (_, said) in wrong.items() if said not in lines[name]} == {}, lines
+    assert shared.host.run(files, check=True).out == before
+    assert shared.play().ok().changed == 0
+
+
+def another_key(folder: Path) -> str:
+    """A public key that signed nothing of ours."""
+    home = folder / "gnupg"
+    home.mkdir(mode=0o700)
+    gpg = ["gpg", "--homedir", str(home), "--batch", "--quiet"]
+    subprocess.run([*gpg, "--passphrase", "", "--quick-generate-key", "another", "ed25519", "sign"], check=True, capture_output=True)
+    return subprocess.run([*gpg, "--armor", "--export"], check=True, capture_output=True, text=True).stdout
+
+
+def test_each_tag_alone_on_a_node_that_serves(shared: Fleet) -> None:
+    pid = shared.worker()
+    for tag in ("preflight", "install", "model", "configure", "verify"):
+        ran = shared.play("appliance.yml", "--tags", tag).ok()
+        assert ran.changed == 0, (tag, ran.changes())
+        assert ("answered" in ran.out) == (tag == "verify")
+    assert shared.worker() == pid
+    assert "--tags remove does nothing while appliance_state is present" in shared.play("appliance.yml", "--tags", "remove").refusal
 
 
 def test_settings_that_fail_their_trial_are_rolled_back_and_the_play_says_why(shared: Fleet) -> None:
@@ -287,6 +339,19 @@ def test_key_and_certificate_without_a_trace_in_any_log(make_fleet: Callable[...
     assert "cannot be used: key values mismatch; the pair before stays" in mixed.refusal
     assert (fleet.host.run(tls).out, fleet.worker()) == (before, pid)
 
+    unchanged = fleet.host.run(tls).out  # TLS switched off takes the key away, once nothing refers to it
+    off = {"appliance_tls_cert": "", "appliance_tls_key": ""}
+    assert fleet.play("appliance.yml", "--check", **off).ok().changed
+    assert fleet.host.run(tls).out == unchanged
+    fleet.host.run("mkdir -p /var/lib/appliance-fleet/rollout && cp /etc/appliance/appliance.yaml /var/lib/appliance-fleet/rollout/before.yaml", check=True)
+    fleet.play("appliance.yml", **off).ok()
+    assert fleet.host.run(tls).out == unchanged, "a rollback comes back to it"
+    fleet.host.run("rm -r /var/lib/appliance-fleet/rollout", check=True)
+    assert fleet.play("appliance.yml", **off).ok().changes() == ["appliance.fleet.appliance : Remove certificate and key that nothing refers to"]
+    assert fleet.host.run("ls /etc/appliance").out.split() == ["appliance.yaml"]
+    assert fleet.play("appliance.yml", **off).ok().changed == 0
+    assert fleet.asked(key=f"{KEY}-2") == 200
+
     broken = fleet.play("appliance.yml", "-vvv", appliance_tls_key="")  # also where it fails
     journal = fleet.host.run(["journalctl", "--no-pager"]).out
     for text in (first.out, renewed.out, rotated.out, mixed.out, broken.out, journal):
@@ -389,6 +454,61 @@ def test_models_of_the_controller(make_fleet: Callable[..., Fleet], tmp_path: Pa
     assert fleet.node.status()["model"] == "my-model.q4"
 
 
+def test_a_model_of_the_settings_becomes_one_of_the_role(make_fleet: Callable[..., Fleet], tmp_path: Path) -> None:
+    """The default model, which the node does not have, is never tried in between."""
+    fleet = make_fleet()
+    source = tmp_path / "mine.gguf"
+    source.symlink_to(embedded())
+    fleet.play(appliance_model=str(source)).ok()
+    fleet.play(appliance_config={**SETTINGS, "model": "mine"}).ok()
+    fleet.host.run("rm /var/lib/appliance/state/model", check=True)  # as where only the settings ever named it
+    pid, starts = fleet.worker(), fleet.starts()
+    ran = fleet.play(appliance_model="mine").ok()
+    assert ran.changes() == ["appliance.fleet.appliance : Put them on trial"]
+    assert (fleet.worker(), fleet.starts()) == (pid, starts)
+    assert fleet.play(appliance_model="mine").ok().changed == 0
+
+    fleet.play(appliance_config={**SETTINGS, "model": "mine"}).ok()  # and where the agent has to start anew
+    fleet.host.run("rm /var/lib/appliance/state/model", check=True)
+    fleet.play(appliance_model="mine", appliance_config={**SETTINGS, "listen": {"port": 8100}}).ok()
+    assert (fleet.starts(), fleet.node.status()["model"]) == (starts + 1, "mine")
+    assert not [line for line in fleet.events() if "smollm2" in line]
+
+    fleet.play(appliance_config={**SETTINGS, "listen": {"port": 8100}}).ok()  # the default, which is installed first
+    assert fleet.node.status()["model"] == "smollm2"
+    assert fleet.play(appliance_config={**SETTINGS, "listen": {"port": 8100}}).ok().changed == 0
+
+
+def test_settings_of_an_operator_name_the_model(make_fleet: Callable[..., Fleet], tmp_path: Path) -> None:
+    """The role leaves a file alone that it has not written, and does not overrule its model either."""
+    fleet = make_fleet()
+    source = tmp_path / "mine.gguf"
+    source.symlink_to(embedded())
+    fleet.play(appliance_model=str(source)).ok()
+    mine = f"# my own\n{json.dumps({**SETTINGS, 'model': 'mine'})}\n"
+    fleet.node.write_settings(mine)
+    fleet.host.run("applianctl reload", check=True)
+    assert fleet.play(appliance_config={}).ok().changed == 0
+    assert fleet.node.file("/etc/appliance/appliance.yaml").read_text() == mine
+    assert fleet.node.status()["model"] == "mine"
+
+
+def test_parts_by_their_tags_on_a_fresh_node(make_fleet: Callable[..., Fleet]) -> None:
+    fleet = make_fleet()
+    for tag in ("configure", "model", "verify"):
+        assert "the packages are not installed; run the play without --tags, or with --tags install first" in fleet.play("appliance.yml", "--tags", tag).refusal
+        assert fleet.play("appliance.yml", "--check", "--tags", tag).ok()
+    assert fleet.play("appliance.yml", "--tags", "preflight").ok().changed == 0
+    assert "the service is not started before it is configured" in fleet.play("appliance.yml", "--tags", "install").ok().out
+    assert "the service is not started before it is configured" in fleet.play("appliance.yml", "--tags", "configure").ok().out
+    assert fleet.node.processes() == []
+    fleet.play("appliance.yml", "--tags", "model,verify").ok()
+    assert fleet.starts() == 1
+    assert fleet.play().ok().changed == 0
+    assert "--tags install does nothing while appliance_state is absent" in fleet.play("appliance.yml", "--tags", "install", appliance_state="absent").refusal
+    assert fleet.play("appliance.yml", "--tags", "remove", appliance_state="purged").ok().changed
+
+
 def test_prefetch_changes_nothing_that_serves(make_fleet: Callable[..., Fleet], releases: Path, published: Path, tmp_path: Path) -> None:
     """Neither now nor at the next restart, also with new contents of the model in use; the role itself then takes both."""
     fleet = make_fleet(variables=None)
@@ -435,6 +555,19 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "two-models": ({"appliance_model": "a", "appliance_config": {"model": "b"}}, "the model is set twice"),
     "name-with-a-line-break": ({"appliance_model": "tiny\n"}, "no name for a model"),
     "no-name": ({"appliance_model": "A b"}, "no name for a model"),
+    "model-name-for-nothing": ({"appliance_model_name": "b"}, "appliance_model_name is set and appliance_model adds no model"),
+    "no-model-of-the-hub": ({"appliance_model": "hf:org"}, "is no model of the Hub"),
+    "two-keys": ({"appliance_api_key": "abc", "appliance_config": {"api_key_file": "/x"}}, "the API key is set twice"),
+    "file-for-a-certificate": ({"appliance_tls_cert": "server.crt", "appliance_tls_key": "server.key"}, "appliance_tls_cert is no certificate"),
+    "no-key-file": ({"appliance_repository_key": "nowhere/appliance.asc"}, "appliance_repository_key 'nowhere/appliance.asc' cannot be read on the controller"),
+    "key-of-something-else": ({"appliance_repository_key": "hello\nworld"}, "appliance_repository_key is a text and no public key"),
+    "address-of-two-lines": ({"appliance_repository_uri": "file:/srv/repository\nTrusted: yes"}, "is no address"),
+    "two-suites": ({"appliance_repository_suite": "bookworm trixie"}, "is no name of a suite"),
+    "no-version": ({"appliance_version": "-o Dir=/"}, "is no version of a package"),
+    "no-root": ({"ansible_become": False}, "the account admin is not root on the node: set become: true"),
+    "no-time": ({"appliance_wait_s": 0}, "appliance_wait_s is 0; it is 1 or more"),
+    "no-prompt": ({"appliance_verify_prompt": ""}, "appliance_verify_prompt is blank"),
+    "settings-as-a-text": ({"appliance_config": '{"context": 5}'}, "appliance_config is a text and no mapping"),
     "unknown-state": ({"appliance_state": "gone"}, "value of appliance_state must be one of: present, absent, purged"),
     "wrong-type": ({"appliance_wait_s": "long"}, "appliance_wait_s"),
 }
@@ -450,12 +583,19 @@ def test_what_cannot_work_is_one_line_before_anything_changes(bare: Fleet) -> No
     """One host under many names, each with something else that is wrong."""
     before = bare.files()
     many = Controller(bare.folder, dict.fromkeys(REFUSALS, bare.host), own={name: case[0] for name, case in REFUSALS.items()}, **bare.variables)
-    lines = many.play().refusals()
-    assert lines.keys() == REFUSALS.keys()
-    for name, (_, said) in REFUSALS.items():
-        assert said in lines[name], lines[name]
-        assert "\n" not in lines[name].removeprefix("Validation of arguments failed:\n")  # Ansible's own words
+    for words in (("--check",), ()):
+        lines = many.play("appliance.yml", *words).refusals()
+        assert lines.keys() == REFUSALS.keys()
+        for name, (_, said) in REFUSALS.items():
+            assert said in lines[name], lines[name]
+            assert "\n" not in lines[name].removeprefix("Validation of arguments failed:\n")  # Ansible's own words
     assert bare.files() == before
+
+
+def test_a_variable_with_a_typing_error_is_shown(bare: Fleet) -> None:
+    ran = bare.play("appliance.yml", "--check", "--tags", "preflight", appliance_modle="x", appliance_region="north")
+    assert "appliance_modle is no variable of this role; did you mean appliance_model?" in ran.ok().out
+    assert "appliance_region" not in ran.out
 
 
 @pytest.mark.parametrize(("variables", "said"), [
@@ -463,8 +603,10 @@ def test_what_cannot_work_is_one_line_before_anything_changes(bare: Fleet) -> No
     ({"appliance_repository_key": "-----BEGIN PGP PUBLIC KEY BLOCK-----\n\nmDMEZ\n-----END PGP PUBLIC KEY BLOCK-----"}, "cannot be read"),
 ], ids=["no repository there", "another key"])
 def test_a_repository_that_cannot_be_read(bare: Fleet, variables: dict[str, Any], said: str) -> None:
-    assert said in bare.play(**variables).refusal
+    for words in (("--check",), ()):
+        assert said in bare.play("appliance.yml", *words, **variables).refusal
     assert not bare.node.file("/usr/bin/applianctl").exists()
+    assert not bare.node.file("/etc/apt/sources.list.d/appliance.sources").exists()
 
 
 def test_case_052_a_32_bit_userland(bare: Fleet) -> None:
@@ -508,11 +650,26 @@ def test_the_collection_is_built_and_installed_without_a_network(tmp_path: Path)
     run("ansible-playbook", "--syntax-check", "-i", "localhost,", "appliance.fleet.appliance")
 
 
+def test_a_secret_of_a_vault_inside_the_settings_is_written_as_what_it_says(tmp_path: Path) -> None:
+    """Ansible's own filters write it as the vault's text."""
+    env = {"PATH": f"{TOOLS / 'bin'}:{os.environ['PATH']}", "HOME": str(tmp_path), "LANG": "C.UTF-8", "ANSIBLE_COLLECTIONS_PATH": str(TOOLS / "collections")}
+    (tmp_path / "password").write_text("password\n")
+    locked = subprocess.run(["ansible-vault", "encrypt_string", "--vault-password-file", "password", "s3cret", "--name", "token"],
+                            cwd=tmp_path, env=env, text=True, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout
+    assert "!vault" in locked
+    (tmp_path / "book.yml").write_text(yaml.safe_dump([{"hosts": "localhost", "gather_facts": False, "tasks": [
+        {"name": "Say it", "ansible.builtin.debug": {"msg": "{{ {'worker': {'env': {'T': token}}} | appliance.fleet.settings_text('# mark') }}"}}]}]))
+    (tmp_path / "vars.yml").write_text(locked)
+    said = subprocess.run(["ansible-playbook", "-i", "localhost,", "--vault-password-file", "password", "-e", "@vars.yml", "book.yml"],
+                          cwd=tmp_path, env=env, text=True, check=True, stdout=subprocess.PIPE).stdout
+    assert "T: s3cret" in said
+
+
 def test_no_module_of_another_collection_is_used() -> None:
     for path in (COLLECTION / "roles/appliance").rglob("*.yml"):
         for task in yaml.safe_load(path.read_text()) or [] if "tasks" in path.parts else []:
             for word in _keys(task):
-                assert "." not in word or word.startswith("ansible.builtin."), f"{path}: {word}"
+                assert "." not in word or word.startswith(("ansible.builtin.", "appliance.fleet.")), f"{path}: {word}"
 
 
 def _keys(task: dict[str, Any]) -> Iterator[str]:

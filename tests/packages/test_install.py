@@ -7,10 +7,12 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.packages.conftest import ROOT
+from tests.packages.layers import packages_of_debian
 from tests.packages.node import ALL, Node
 from tests.system import times
 from tests.system.service import UNIT
@@ -75,6 +77,24 @@ def test_nothing_that_a_request_imports_was_left_out(whole: Node, request_body: 
     done = whole.host.run(["curl", "-s", "-m", "60", "-H", "content-type: application/json", "-d", json.dumps({"model": "default", **request_body}),
                            "http://127.0.0.1:8000/v1/chat/completions"], timeout_s=70)
     assert json.loads(done.out)["choices"][0]["message"], done.out
+
+
+def test_a_graph_is_compiled_where_the_suggested_packages_are_installed(whole: Node, tmp_path: Path) -> None:
+    """As models without fused layers are served: with g++, and with the headers of torch that the package keeps."""
+    packages_of_debian(["g++", "libpython3-dev"], tmp_path)
+    whole.host.push(tmp_path, "/root/compiler")
+    whole.host.run("dpkg -i /root/compiler/*.deb && rm -r /root/compiler", check=True, timeout_s=300)
+    settings = whole.file("/etc/appliance/appliance.yaml").read_text()
+    whole.write_settings("compile: true\n")
+    began = time.monotonic()
+    whole.host.run(["systemctl", "--no-block", "restart", UNIT], check=True)
+    whole.wait_for(lambda status: not status.get("ready"), 60, "restarted")
+    whole.wait_ready(READY_S)
+    times.record(case="packages: a compiled start", fault="-", sentence=str(whole.status()["sentence"]), answered_s=time.monotonic() - began)
+    assert whole.answers_paris()
+    assert whole.status()["rung"] == "full"  # and no rung that goes without the compiler
+    assert whole.host.run("find /var/cache/appliance -name '*.so' -path '*inductor*' | head -n 1").out
+    whole.write_settings(settings)
 
 
 def test_removed_it_is_gone_and_its_data_stay(whole: Node) -> None:

@@ -11,9 +11,9 @@ from uuid import uuid4
 
 import pytest
 
-from tests.packages.conftest import NEEDED
+from tests.packages.layers import NEEDED, make_layer, packages_of_debian
+from tests.packages.releases import ONE, TWO
 from tests.packages.releases import repository as make_repository
-from tests.packages.test_upgrade import ONE, TWO, make_layer, packages_of_debian, releases  # noqa: F401 (a fixture)
 from tests.packages.upgrading import Upgraded
 from tests.system.installation import FAKE_SETTINGS
 from tests.system.service import UNIT
@@ -42,7 +42,7 @@ def attended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def node(attended: str, releases: Path, tmp_path: Path) -> Iterator[Upgraded]:  # noqa: F811
+def node(attended: str, releases: Path, tmp_path: Path) -> Iterator[Upgraded]:
     """It knows a repository that holds release ONE."""
     make_repository([releases / ONE], tmp_path / "apt", keys=tmp_path / "keys")
     binds = [(str(tmp_path / "apt"), "/srv/repository"), (str(releases), "/srv/releases")]
@@ -51,7 +51,7 @@ def node(attended: str, releases: Path, tmp_path: Path) -> Iterator[Upgraded]:  
         yield Upgraded(host)
 
 
-def test_unattended_upgrades_takes_the_next_release(node: Upgraded, releases: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_unattended_upgrades_takes_the_next_release(node: Upgraded, releases: Path, tmp_path: Path) -> None:
     node.apt("update").ok()
     node.apt("install", "--no-install-recommends", "appliance", "appliance-worker").ok()
     node.first(ONE, FAKE_SETTINGS)

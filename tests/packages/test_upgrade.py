@@ -1,124 +1,27 @@
-"""Upgrades of the packages on booted hosts: the new worker on trial beside the old one, kept, rolled back, interrupted.
+"""Upgrades of the packages on booted hosts: the new worker on trial beside the old one, kept, rolled back.
 
 The worker's files are those of the fake worker (`releases.stand_in`); packages, scripts, units, agent and dpkg are the real
-ones. test_served_upgrade.py does the same with real vLLM.
+ones. test_interrupted.py ends them in the middle, test_served_upgrade.py does the same with real vLLM.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 
-from tests.packages.conftest import NEEDED, ROOT
-from tests.packages.node import SITE
-from tests.packages.releases import repository, stand_in
+from tests.packages.releases import DEBS, ONE, THREE, TWO, add_release
 from tests.packages.upgrading import TREES, Upgraded
-from tests.system.installation import FAKE_CONTROL, FAKE_SETTINGS, put_tiny_model
-from tests.system.testhost import base
-from tests.system.testhost.host import Host, sweep
-
-DEBS = Path(os.environ.get("APPLIANCE_DEBS", ROOT / "build/deb"))
-ONE, TWO, THREE = "0.1.0~deb12", "0.1.1~deb12", "0.1.2~deb12"
-FILLER_MB = 200
-
-
-def packages_of_debian(names: list[str], folder: Path) -> None:
-    """Fetch packages with what they need beyond the hosts' base, by this machine's apt."""
-    base.make_base()
-    options = [f"Dir::State::status={base.BASE}/var/lib/dpkg/status", f"Dir::Cache::archives={folder}", "Debug::NoLocking=1"]
-    (folder / "partial").mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(["apt-get", *(f"-o{option}" for option in options), "-y", "-q", "--no-install-recommends", "--download-only", "install", *names],
-                          capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"this machine's apt cannot fetch {' '.join(names)}: {done.stderr.strip()[-300:]}")
-
-
-def make_layer(name: str, folder: Path) -> str:
-    """A node before the installation: Debian's packages of the folder, settings and model of the fake worker."""
-    store = folder.parent / f"{name}-store"
-    put_tiny_model(store)
-    with Host(f"b-prepare-{uuid4().hex[:6]}") as host:
-        host.push(folder, "/root/needed")
-        host.run("dpkg -i /root/needed/*.deb && rm -r /root/needed /etc/apt/sources.list* /etc/apt/sources.list.d/* 2>/dev/null; true")
-        assert host.run(["dpkg", "--audit"]).out == ""
-        host.write("/etc/systemd/system/appliance.service.d/testhost.conf", SITE + "ReadWritePaths=-/run/fake\n")
-        host.write("/usr/lib/tmpfiles.d/fake.conf", FAKE_CONTROL)
-        host.push(store, "/var/lib/appliance/store")
-        host.poweroff()
-        host.commit(name)
-    return name
-
-
-@pytest.fixture(scope="session")
-def releases(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for each release: ONE and TWO work."""
-    if not list(DEBS.glob("appliance-worker_*.deb")):
-        pytest.skip(f"there are no packages in {DEBS}: make deb")
-    folder = tmp_path_factory.mktemp("releases")
-    for version in (ONE, TWO):
-        stand_in(DEBS, folder / version, version=version)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    if reason := base.missing():
-        pytest.skip(reason)
-    sweep()
-    for layer in (*base.LAYERS.glob("upgrade-*"), *base.LAYERS.glob("unattended-*")):  # of a test run that was killed
-        if not Path(f"/proc/{layer.name.rpartition('-')[2]}").exists():
-            shutil.rmtree(layer)
-    folder = tmp_path_factory.mktemp("needed")
-    packages_of_debian(list(NEEDED), folder)
-    yield make_layer(name := f"upgrade-{os.getpid()}", folder)
-    shutil.rmtree(base.LAYERS / name, ignore_errors=True)
-
-
-@pytest.fixture(scope="session")
-def installed(bare: str, releases: Path) -> Iterator[str]:
-    """Release ONE serves and has been kept."""
-    with Host(f"b-install-{uuid4().hex[:6]}", layers=[bare], binds=[(str(releases), "/srv/releases")]) as host:
-        node = Upgraded(host)
-        node.first(ONE, FAKE_SETTINGS)
-        node.wait_kept(ONE)
-        host.poweroff()
-        host.commit(name := f"upgrade-one-{os.getpid()}")
-    yield name
-    shutil.rmtree(base.LAYERS / name, ignore_errors=True)
-
-
-@pytest.fixture
-def make(bare: str, installed: str, releases: Path) -> Iterator[Callable[..., Upgraded]]:
-    """A host on which release ONE serves, or one before any installation."""
-    with contextlib.ExitStack() as hosts:
-        def make(*, fresh: bool = False, more_binds: Sequence[tuple[str, str]] = (), **options: object) -> Upgraded:
-            layers = [bare] if fresh else [installed, bare]
-            host = Host(f"b-{uuid4().hex[:8]}", layers=layers, binds=[(str(releases), "/srv/releases"), *more_binds], **options)
-            node = Upgraded(hosts.enter_context(host))
-            if not fresh:
-                node.wait_ready()
-            return node
-
-        yield make
+from tests.system.installation import FAKE_SETTINGS
+from tests.system.service import UNIT
 
 
 @pytest.fixture
 def node(make: Callable[..., Upgraded]) -> Upgraded:
     return make()
-
-
-def add_release(releases: Path, version: str, **how: object) -> str:
-    if not (releases / version).exists():
-        stand_in(DEBS, releases / version, version=version, **how)  # type: ignore[arg-type]
-    return version
 
 
 def test_the_packages_interpreter_is_found_from_every_folder() -> None:
@@ -298,6 +201,57 @@ def test_installed_again_the_same_release_is_made_whole(make: Callable[..., Upgr
     assert [event for event in node.history()[len(before):] if event in ("trial", "kept")] == []
 
 
+IN_THE_WAY = {
+    "a folder where the next link is made": "mkdir -p /usr/lib/appliance/worker.new/theirs",
+    "half of a version": f"mkdir -p {TREES}/.new/bin/python",
+    "a file with the version's name": f"echo theirs >{TREES}/{TWO}",
+    "a link with the version's name": f"mkdir /srv/theirs && ln -s /srv/theirs {TREES}/{TWO}",
+    "a file in a folder's place": f"mkdir {TREES}/{TWO} && echo theirs >{TREES}/{TWO}/lib",
+    "a folder in a file's place": f"mkdir -p {TREES}/{TWO}/fake_worker.py/theirs",
+    "an older version that could not be removed": f"mkdir -p {TREES}/.going-{TWO}/bin {TREES}/{TWO}/fake_worker.py/theirs",
+}
+
+
+@pytest.mark.parametrize("made", IN_THE_WAY.values(), ids=IN_THE_WAY.keys())
+def test_what_lies_in_the_way_of_the_next_version_is_replaced(node: Upgraded, made: str) -> None:
+    """The folders are the package's own; what a link leads to is not."""
+    node.host.run(made, check=True)
+    node.take(TWO)
+    node.wait_kept(TWO)
+    assert node.verify("appliance-worker") == ""
+    assert node.host.run("ls -A /srv/theirs 2>/dev/null").out == ""
+    assert sorted(node.host.run("ls -A /usr/lib/appliance").out.split()) == ["agent", "pool", "worker", "workers"]
+    assert sorted(node.host.run(f"ls -A {TREES}").out.split()) == [".lock", TWO]
+
+
+@pytest.mark.parametrize(("made", "place"), [
+    (f"echo theirs >{TREES}", TREES), (f"ln -s /srv/nowhere {TREES}", TREES), (f"mkdir -p {TREES}/.lock", f"{TREES}/.lock"),
+], ids=["a file for the versions' folder", "a link to nothing", "a folder for the lock"])
+def test_what_a_package_may_not_remove_is_named_and_the_installation_can_be_finished(
+    make: Callable[..., Upgraded], made: str, place: str,
+) -> None:
+    node = make(fresh=True)
+    node.host.run(f"mkdir -p /usr/lib/appliance && {made}", check=True)
+    done = node.host.run(f"apt-get -y -q install /srv/releases/{ONE}/*.deb", timeout_s=300)
+    assert done.rc != 0
+    assert f"appliance-worker: {place} is in the way; move it elsewhere, then run: dpkg --configure -a" in done.err + done.out
+    node.host.run(f"mv {place} /srv/theirs && dpkg --configure -a", check=True)
+    node.first(ONE, FAKE_SETTINGS)
+    node.wait_kept(ONE)
+
+
+def test_upgraded_while_it_is_masked_it_runs_on_and_apt_says_so(node: Upgraded) -> None:
+    worker = node.leader()
+    node.host.run(["systemctl", "mask", UNIT], check=True)
+    done = node.take(TWO)
+    assert "the service is masked and goes on as it was started" in done.out + done.err
+    assert "Failed" not in done.err, done.err
+    assert (node.leader(), node.serving(), node.trees()) == (worker, ONE, [ONE, TWO])
+    node.host.run(["systemctl", "unmask", UNIT], check=True)
+    node.host.run(["systemctl", "restart", UNIT], check=True)
+    node.wait_kept(TWO)
+
+
 def test_a_folder_of_make_install_is_used_and_named(make: Callable[..., Upgraded]) -> None:
     node = make(fresh=True)
     node.host.run("mkdir -p /usr/lib/appliance/worker/bin && echo mine >/usr/lib/appliance/worker/bin/python", check=True)
@@ -321,97 +275,7 @@ def test_without_hard_links_there_are_copies(make: Callable[..., Upgraded]) -> N
     node.take(TWO, "--reinstall")
     node.wait_ready()
     assert node.trees() == [TWO]
-
-
-# ---- interrupted -----------------------------------------------------------------------------------------------------
-
-
-def dpkg(node: Upgraded, words: str) -> subprocess.Popen[str]:
-    return node.host.popen(f"exec dpkg --force-unsafe-io {words}", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def wait_path(node: Upgraded, path: str, timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not node.file(path).exists():
-        assert time.monotonic() < deadline, path
-        time.sleep(0.005)
-
-
-@pytest.fixture(scope="session")
-def large(releases: Path) -> str:
-    return add_release(releases, "0.1.1+large~deb12", filler_mb=FILLER_MB)
-
-
-@pytest.fixture(scope="session")
-def archive(releases: Path, large: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository with ONE and the large release, by which apt mends what was interrupted."""
-    folder = tmp_path_factory.mktemp("archive")
-    repository([releases / ONE, releases / large], folder, keys=folder / "keys")
-    return folder / "aptly/public"
-
-
-def mend(node: Upgraded) -> None:
-    """What an operator does. `-f install` alone leaves a package as it is that was interrupted while it was unpacked."""
-    node.host.run("dpkg --configure -a", timeout_s=300)
-    node.host.write("/etc/apt/sources.list", "deb [trusted=yes] file:/srv/archive bookworm main\n")
-    node.apt("update").ok()
-    for words in (("-f", "install"), ("dist-upgrade",)):
-        done = node.apt(*words)
-        assert done.rc == 0, done.out[-2000:] + done.err[-2000:]
-    assert node.host.run(["dpkg", "--audit"]).out == ""
-
-
-@pytest.mark.parametrize("end", ["killed", "power cut"])
-@pytest.mark.parametrize("place", ["unpacking", "configuring"])
-def test_an_interrupted_upgrade_harms_nothing_and_can_be_finished(
-    make: Callable[..., Upgraded], archive: Path, large: str, place: str, end: str,
-) -> None:
-    node = make(more_binds=[(str(archive), "/srv/archive")])
-    worker = node.leader()
-    started = []
-    if place == "unpacking":
-        started.append(dpkg(node, f"-i /srv/releases/{large}/*.deb"))
-        wait_path(node, "/usr/lib/appliance/pool/filler/9.dpkg-new")
-    else:
-        # The folder of the new version is half made when it ends: its script waits for a lock that somebody else holds.
-        node.host.run(f"dpkg --unpack /srv/releases/{large}/*.deb", check=True)
-        started.append(node.host.popen(["flock", f"{TREES}/.lock", "sleep", "600"]))
-        time.sleep(0.3)
-        started.append(dpkg(node, "--configure -a"))
-        time.sleep(1)
-        node.host.run(f"mkdir -p {TREES}/.new/bin && echo half >{TREES}/.new/bin/python", check=True)
-    assert [process.poll() for process in started] == [None] * len(started)
-    if end == "killed":
-        for process in reversed(started):
-            node.host.kill_command(process)
-        assert node.leader() == worker  # nothing has happened to the service
-    else:
-        node.host.powercut()
-        node.host.boot()
-        node.wait_ready(90)
-    for process in started:
-        process.communicate(timeout=20)
-    assert node.answers()
-    assert node.serving() == ONE
-    assert node.target() == ONE
-    node.host.run(["applianctl", "restart"], timeout_s=120, check=True)  # the agent of either release with the old worker
-    node.wait_ready()
-    mend(node)
-    node.wait_kept(large)
-    assert node.verify("appliance", "appliance-worker") == ""
-
-
-def test_a_full_disk_ends_the_upgrade_and_not_the_service(make: Callable[..., Upgraded], archive: Path, large: str) -> None:
-    node = make(disk=f"{2 * FILLER_MB}M", more_binds=[(str(archive), "/srv/archive")])
-    free = node.host.run(["df", "--output=avail", "-k", "/"]).out.split()[-1]
-    node.host.run(f"fallocate -l {int(free) - (100 << 10)}K /root/filler", check=True)
-    worker = node.leader()
-    done = node.host.run(f"apt-get -y -q install /srv/releases/{large}/*.deb", timeout_s=300)
-    assert done.rc != 0
-    assert node.answers()
-    assert (node.leader(), node.serving(), node.target()) == (worker, ONE, ONE)
-    node.host.run(["rm", "/root/filler"], check=True)
-    mend(node)
-    node.wait_ready()
-    assert node.answers()
-    assert node.verify("appliance", "appliance-worker") == ""
+    done = node.apt("purge", "appliance", "appliance-worker")  # a mount of its own cannot be removed
+    assert done.rc == 0, done.err
+    assert "not all of" in done.err + done.out
+    assert node.host.run(f"ls -A {TREES}").out.split() in ([], ["lost+found"])

@@ -118,6 +118,66 @@ def test_a_configuration_that_was_broken_meanwhile_is_refused(node: Node) -> Non
     assert not node.agent.status()["warnings"]
 
 
+@pytest.mark.parametrize(("text", "said"), [
+    ("listen: [1]", "listen has a wrong value: a list stands where keys and their values belong; write it as `listen: {host: 127.0.0.1, port: 8000}`"),
+    ("memory: 5", "memory has a wrong value: a number stands where"),
+    ("context: [512]", "context has a wrong value: [512] is not a whole number"),
+    ("worker: {env: [HF_TOKEN=hunter2]}", "worker.env has a wrong value: what stands there (a list) is not a mapping"),
+    ("- model: tiny", "is not a configuration: the top level is not"),
+], ids=["section-list", "section-number", "scalar-list", "env-list", "top-list"])
+def test_a_file_of_another_shape(node: Node, text: str, said: str) -> None:
+    """What serves goes on after a reload; a start ends with the same sentence; no command takes it."""
+    good, worker = node.file.read_text(), node.agent.status()["worker_pid"]
+    node.file.write_text(text + "\n")
+    assert node.run("reload").returncode == 0
+    status = node.agent.until(lambda status: bool(status.get("warnings")))
+    assert "the configuration is not taken: " in (warning := str(status["warnings"]))
+    assert said.replace("'", "\\'") in warning or said in warning
+    assert (status["worker_pid"], status["ready"]) == (worker, True)
+    for command in (["config", "check"], ["apply", "--set", "max_queued=3"], ["apply", "--model", "tiny"], ["plan"]):
+        done = node.run(*command)
+        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (78, "", 1), command
+        assert said in done.stderr
+        assert "hunter2" not in done.stderr
+    other = node.agent.home / "other"
+    other.mkdir()
+    ended = node.agent.run("serve", APPLIANCE_CONFIG=str(node.file), APPLIANCE_HOME=str(other))
+    assert (ended.returncode, ended.stderr.count("\n")) == (78, 1)
+    assert said in ended.stderr
+    last = node.agent.run("status", APPLIANCE_CONFIG=str(node.file), APPLIANCE_HOME=str(other)).stdout
+    assert "stopped by a configuration error (exit 78)" in last
+    assert said in last
+    node.file.write_text(good)
+    assert node.run("reload").returncode == 0
+    status = node.agent.until(lambda status: not status.get("warnings"))
+    assert (status["worker_pid"], status["ready"]) == (worker, True)
+
+
+def test_settings_that_name_no_model_any_more_do_not_end_a_good_one_for_a_default_that_is_not_there(agent: Agent) -> None:
+    missing = {"APPLIANCE_SMOLLM2_GGUF": str(agent.home / "smollm2.gguf")}
+    file, new = agent.home / "node.yaml", agent.home / "new.yaml"
+    rest = json.dumps({"trial_s": 0.5, "probe_s": 1, "drain_s": 1, "memory": {"reserve": "64M"},
+                       "worker": {"env": {"FAKE": "ok", "FAKE_CONTROL": str(agent.home / "control")}}})
+    file.write_text(json.dumps({"model": "tiny", **json.loads(rest)}))
+    new.write_text(rest)
+    agent.serve("ok", "--model", "default", APPLIANCE_CONFIG=str(file), **missing)
+    worker = agent.until(lambda status: bool(status.get("ready")) and status.get("trial") is None)["worker_pid"]
+    before = file.read_text()
+    done = agent.run("apply", str(new), APPLIANCE_CONFIG=str(file), **missing)
+    assert (done.returncode, done.stdout, file.read_text()) == (65, "", before)
+    assert "smollm2.gguf" in done.stderr
+    file.write_text(rest)
+    assert agent.run("reload", APPLIANCE_CONFIG=str(file)).returncode == 0
+    status = agent.until(lambda status: bool(status.get("warnings")))
+    assert "the configuration is not taken: " in str(status["warnings"])
+    file.write_text(before)
+    done = agent.run("apply", str(new), "--model", "tiny", "--wait", APPLIANCE_CONFIG=str(file), **missing)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "kept"), done.stderr
+    status = agent.status()
+    assert (status["worker_pid"], status["trial"], status["model"], status["warnings"]) == (worker, None, "tiny", [])
+    assert json.loads(file.read_text()) == json.loads(rest)
+
+
 def test_an_agent_that_ends_meanwhile_is_reported(agent: Agent) -> None:
     file = agent.home / "node.yaml"
     file.write_text(json.dumps({"model": "tiny", "trial_s": 600, "drain_s": 1, "worker": {"env": {"FAKE": "slow", "FAKE_CONTROL": str(agent.home / "control")}}}))

@@ -439,6 +439,38 @@ def test_applied_figures_are_on_trial_and_kept(by_rule: Agent) -> None:
     assert by_rule.status()["worker_pid"] == after["worker_pid"]
 
 
+@pytest.mark.parametrize("damage", ["truncated", "folder", "pipe"])
+def test_damaged_measurements_are_named_and_made_anew(node: Agent, damage: str) -> None:
+    """By `tune show`, `plan` and `doctor`; by the start of a service without a word to anybody else."""
+    behave(node, figures={"weights": MANY})
+    assert tuned(node).returncode == 0
+    (file,) = (node.home / "state/measured").glob("*.json")
+    text = file.read_text()
+    file.unlink()
+    {"truncated": lambda: file.write_text(text[:-20]), "folder": file.mkdir, "pipe": lambda: os.mkfifo(file)}[damage]()
+    shown = node.run("tune", "show", "--model", "tiny")
+    assert (shown.returncode, shown.stdout) == (73, "")
+    assert shown.stderr.startswith(f"applianctl: what was measured cannot be shown: {file} ")
+    assert shown.stderr.endswith("; run `applianctl tune` to measure anew\n")
+    plan = node.run("plan", "--model", "tiny").stdout
+    assert f"measurements          damaged      {file} " in plan
+    assert any(one["id"] == "measurements-damaged" for one in json.loads(node.run("doctor", "--json").stdout))
+    again = tuned(node)
+    assert again.returncode == 0, again.stderr
+    assert node.run("tune", "show", "--model", "tiny").returncode == 0
+    assert file.is_file()
+
+
+def test_a_state_folder_that_cannot_be_used_is_named_before_anything_is_measured(node: Agent) -> None:
+    folder = node.home / "state/measured"
+    folder.mkdir()
+    (folder / ".lock").mkdir()
+    done = tuned(node)
+    assert (done.returncode, done.stdout) == (73, "")
+    assert f"cannot measure: Is a directory; look at {folder}/.lock" in done.stderr
+    assert orders(node) == []
+
+
 FAILURES = [("it dies", "FAKE=crash", 0.5, "crash"), ("it is slow", "FAKE_TOKEN_S=0.1", 6.0, "% slower")]
 
 

@@ -96,6 +96,31 @@ def test_what_an_ordinary_account_may(who: str, running: Service) -> None:
         assert "sudo" in logs.err
 
 
+def test_an_ordinary_account_beside_settings_that_are_closed(running: Service) -> None:
+    """0640, as the Ansible role leaves settings that may hold a secret: what needs them says so in one line."""
+    running.host.run("chown root:appliance /etc/appliance/appliance.yaml && chmod 640 /etc/appliance/appliance.yaml", check=True)
+    run = running.host.run
+    shown = run(["applianctl", "status"], user="nobody")
+    assert (shown.rc, shown.err, shown.out.splitlines()[0]) == (0, "", "ready: serving tiny")
+    assert [line.split()[0] for line in shown.out.splitlines()[1:]].count("address") == 1
+    assert shown.out.splitlines()[1:3] == running.control("status").out.splitlines()[1:3]
+    assert json.loads(run(["applianctl", "status", "--json"], user="nobody").out)["ready"] is True
+    chat = run(["applianctl", "chat", "hello"], user="nobody")
+    assert (chat.rc, bool(chat.out.strip())) == (0, True), chat
+    doctor = run(["applianctl", "doctor"], user="nobody")
+    assert doctor.rc == 0, doctor
+    assert "[config-not-seen]" in doctor.out
+    for words in (["plan"], ["config", "check"], ["config", "show"], ["tune"], ["apply", "--set", "max_queued=3"], ["model", "list"]):
+        refused = run(["applianctl", *words], user="nobody")
+        assert (refused.rc, refused.out) == (78, ""), (words, refused)
+        assert refused.err == ("applianctl: /etc/appliance/appliance.yaml cannot be read: Permission denied; let this account's group read it, "
+                               "or run the command with sudo\n"), words
+    assert running.control("stop").rc == 0
+    stopped = run(["applianctl", "status"], user="nobody")
+    assert (stopped.rc, stopped.err) == (69, "")
+    assert stopped.out.startswith("stopped: no worker process is left; run `applianctl start`\n")
+
+
 def test_logs_and_journal(running: Service) -> None:
     assert "ready: http://127.0.0.1:8000/v1 answered" in running.control("logs").out
     assert "applianctl" in running.control("logs", "--journal", "-n", "20").out

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from click.testing import Result
+from click.testing import CliRunner, Result
 
 from appliance.cli.application import Application
 from appliance.cli.main import cli
-from appliance.errors import ConfigError, ModelError, UsageError
+from appliance.errors import ConfigError, DoesNotFit, ModelError, UsageError
 from appliance.record import load
 from appliance.store import Store
 from tests.process.conftest import CONFIG
@@ -101,6 +101,42 @@ def test_the_model_is_set_where_it_is_decided(operator: Operator) -> None:
     operator.run("apply", "--model", "tiny")
     assert operator.file.read_text() == "context: 512\n"
     assert (operator.state / "model").read_text() == "tiny\n", "else beside it"
+
+
+def test_the_default_model_is_used_before_it_is_stored_where_a_start_can_make_it(operator: Operator, tmp_path: Path) -> None:
+    operator.file.write_text("context: 512\n")
+    operator.run("model", "use", "tiny")
+    operator.env["APPLIANCE_SMOLLM2_GGUF"] = str(tmp_path / "smollm2.gguf")
+    with pytest.raises(ModelError, match=r"smollm2\.gguf"):
+        operator.run("model", "use", "smollm2")
+    assert (operator.state / "model").read_text() == "tiny\n"
+    (tmp_path / "smollm2.gguf").write_bytes(b"GGUF\3\0\0\0" + bytes(60))
+    assert operator.run("model", "use", "smollm2").stdout.splitlines()[0] == "smollm2: in use"
+    assert (operator.state / "model").read_text() == "smollm2\n"
+    assert operator.run("apply", "--model", "smollm2").stdout.startswith("nothing to change")
+
+
+def test_settings_without_a_model_do_not_choose_a_default_that_cannot_be(operator: Operator, tmp_path: Path) -> None:
+    operator.env["APPLIANCE_SMOLLM2_GGUF"] = str(tmp_path / "smollm2.gguf")
+    new = tmp_path / "new.yaml"
+    new.write_text("context: 512\n")
+    for args in (("apply", str(new)), ("apply", "--set", "model="), ("apply", "--set", "model=smollm2")):
+        with pytest.raises(ModelError, match=r"smollm2\.gguf"):
+            operator.run(*args)
+    assert operator.file.read_text() == FILE
+    said = operator.run("apply", str(new), "--model", "tiny").stdout.splitlines()
+    assert said[0].endswith("other words, the same settings"), "what is in use stays"
+    assert (operator.file.read_text(), (operator.state / "model").read_text()) == ("context: 512\n", "tiny\n")
+
+
+@pytest.mark.parametrize(("args", "error"), [
+    (("--set", "cpu.engines=64", "--dry-run"), ConfigError), (("--set", "kernel=native"), ConfigError), (("--set", "memory.ceiling=1M"), DoesNotFit),
+    (("--model", "nobody", "--set", "context=256"), ModelError), (("--set", "worker.env={OMP_NUM_THREADS: 3}", "--dry-run"), ConfigError),
+], ids=lambda one: " ".join(one) if isinstance(one, tuple) else "")
+def test_what_is_refused_is_not_shown_as_a_change_first(operator: Operator, args: tuple[str, ...], error: type[Exception]) -> None:
+    done = CliRunner().invoke(cli, ["apply", *args], obj=Application(env=operator.env), env=operator.env)
+    assert (type(done.exception), done.stdout) == (error, "")
+    assert operator.file.read_text() == FILE
 
 
 @pytest.mark.parametrize(("args", "error", "words"), [

@@ -126,6 +126,8 @@ def test_a_lost_node_is_a_problem_of_its_batch() -> None:
     assert rollout.problems(["a"], {}, ["a"]) == []
     said = rollout.stopped(["b: too slow"], ["a", "b"], {"c": "no answer"}, [], False)
     assert said == "rollout stopped at a batch: b: too slow. as before and well: a, b. NOT as before: c: no answer. untouched: none"
+    said = rollout.stopped(["b: too slow"], ["b"], {}, ["c"], False, ["a"])
+    assert said == "rollout stopped at a batch: b: too slow. as before and well: b. passed and stay: a. untouched: c"
 
 
 def test_the_way_back() -> None:

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "appliance"
 LAYERS = {
     1: ("errors", "facts", "parsers", "readers", "settings", "quantize.format", "prepared", "pieces"),
     2: ("plan", "ladder", "measured", "tuning", "refusal", "threads", "engines", "budget", "fitting", "bounds", "decisions", "launch", "vitals", "faults", "recovery", "trial", "metrics", "symptoms", "doctor", "scrub"),
-    3: ("probe", "store", "draft", "laidout", "patrol", "manifest", "disk", "keys", "directories", "digests", "identity", "importing", "sources", "hub", "report", "record", "configfile", "client", "unit", "workers", "regularfile"),
+    3: ("probe", "store", "draft", "laidout", "patrol", "manifest", "disk", "keys", "directories", "digests", "identity", "importing", "sources", "hub", "report", "record", "configfile", "client", "unit", "workers", "regularfile", "installation"),
     4: ("quantize", "evaluate", "supervisor", "status", "jobs", "library", "repair", "airgap", "inventory", "delivery", "verdict", "node", "front", "board", "provision", "bundle", "checkup", "tune"),
     5: ("cli",),
 }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 
 from appliance import measured, tuning
 from appliance.budget import GIB
-from appliance.errors import ConfigError
+from appliance.errors import ConfigError, StoreError
 from appliance.facts import Core, CpuQuota, KernelTrial, NumaNode, TopologyFacts
 from appliance.measured import BANDWIDTH, CANARY, SERVED, WEIGHTS, Record, Trial, figure
 from appliance.plan import Plan, make_plan
@@ -59,6 +62,101 @@ def chosen(plan: Plan, name: str) -> Any:
 def test_a_record_survives_its_text() -> None:
     whole = record(threads(6, 41.2), trial(CANARY, {"threads": 2}, failure="SIGILL: unsafe here"), threads(4, 3, disturbed=0.4))
     assert measured.read(measured.write(whole)) == whole
+
+
+def _other_users(path: Path) -> None:
+    path.write_text("{}")
+    path.chmod(0)
+
+
+DAMAGE: dict[str, tuple[Any, str]] = {
+    "truncated": (lambda path: path.write_text(measured.write(record(threads(6, 41.2)))[:-9]), "is damaged, or another release wrote it"),
+    "empty": (lambda path: path.write_text(""), "is damaged, or another release wrote it"),
+    "binary": (lambda path: path.write_bytes(b"\xff\xfe"), "is damaged, or another release wrote it"),
+    "newer": (lambda path: path.write_text('{"schema": 2}'), "is damaged, or another release wrote it"),
+    "huge": (lambda path: path.write_text(measured.write(record()) + " " * archive.MOST_BYTES), "is damaged, or another release wrote it"),
+    "folder": (lambda path: path.mkdir(), "cannot be read: Is a directory"),
+    "pipe": (lambda path: os.mkfifo(path), "cannot be read: it is no regular file"),
+    "loop": (lambda path: path.symlink_to(path.name), "cannot be read: Too many levels of symbolic links"),
+    "closed": (_other_users, "cannot be read: Permission denied"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_record_is_named_and_measured_anew(damage: str, tmp_path: Path) -> None:
+    make, why = DAMAGE[damage]
+    folder = tmp_path / "measured"
+    folder.mkdir()
+    file = folder / f"{HOST.fingerprint}.json"
+    make(file)
+    with as_the_owner(folder) if damage == "closed" and os.geteuid() == 0 else contextlib.nullcontext():
+        measured_anew(tmp_path, file, why)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another account")
+def test_a_state_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "measured"
+    folder.mkdir()
+    with as_the_owner(folder):
+        folder.chmod(0o555)
+        with pytest.raises(StoreError) as caught, archive.only_one(tmp_path):
+            raise AssertionError
+    assert caught.value.line == f"cannot measure: {folder} is not writable; check owner and mount of {folder}"
+
+
+@contextlib.contextmanager
+def as_the_owner(folder: Path) -> Iterator[None]:
+    """Root may read and write everything: be another account, whose folder this is."""
+    os.chown(folder, 54321, 54321)
+    for parent in list(folder.parents)[:-2]:
+        parent.chmod(parent.stat().st_mode | 0o011)
+    os.seteuid(54321)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def measured_anew(state: Path, file: Path, why: str) -> None:
+    found = archive.load(state, HOST)
+    assert found is not None
+    assert (found.damaged, found.stale, found.trials) == (f"{file} {why}", (f"{file} {why}",), ())
+    choice = chosen(planned(found), "measurements")
+    assert (choice.value, choice.reason, choice.evidence) == ("damaged", f"{file} {why}", "rules of thumb until `applianctl tune` has run")
+    fresh = archive.current(state, HOST)
+    assert (fresh.damaged, fresh.stale) == ("", ())
+    archive.save(state, fresh.having(threads(6, 41.2)))
+    again = archive.load(state, HOST)
+    assert again is not None
+    assert (again.damaged, len(again.trials)) == ("", 1)
+    assert file.stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("damage", [name for name in DAMAGE if name != "closed"])
+def test_what_is_damaged_beside_the_record_holds_nobody_up(damage: str, tmp_path: Path) -> None:
+    """Earlier records, served ones, the operator's wish, a draft of a run that was cut off, the lock."""
+    make, why = DAMAGE[damage]
+    figures = {"threads": 1}
+    name = measured.decision(MODEL.digest, figures)
+    for place in ("measured/earlier/e.json", f"measured/served/{name}.json", f"measured/.{HOST.fingerprint}.json", "measured/applied"):
+        if place.startswith("measured/.") and damage == "folder":
+            continue
+        path = tmp_path / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make(path)
+    if damage == "pipe":
+        os.mkfifo(tmp_path / "measured/.lock")
+    with archive.only_one(tmp_path):
+        archive.applied(tmp_path)
+    served = archive.kept(tmp_path, HOST, digest=MODEL.digest, figures=figures)
+    assert served is not None
+    assert served.damaged == f"{tmp_path}/measured/served/{name}.json {why}"
+    assert archive.before(tmp_path, record()) is None
+    archive.save(tmp_path, archive.current(tmp_path, HOST))
+    for number in range(archive.KEPT + 3):
+        archive.keep(tmp_path, record(), digest=MODEL.digest, figures={"threads": number + 2})
+    with pytest.raises(StoreError, match=r"earlier/e\.json"):
+        archive.named(tmp_path, "e")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"schema": 2}', '{"schema": 1, "trials": 7}', "{" * 9999])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from appliance import library
 from appliance.directories import Directories
-from appliance.errors import ConfigError, ModelError
+from appliance.errors import ConfigError, ModelError, StoreError
 from appliance.importing.source import inspect
 from appliance.jobs import ending_on_sigterm, find_worker_python, job_env, worker_contract
 from appliance.settings import Settings, Worker, overlay, parse
@@ -59,15 +61,28 @@ def test_the_model_in_use(tmp_path: Path) -> None:
     default = parse("")
     assert library.active_name(default, places) == "smollm2"
     with pytest.raises(ModelError, match="no model is called 'one'"):
-        library.use("one", store=store, directories=places)
+        library.use("one", store=store, directories=places, env={})
     put(store, "a", "one")
-    library.use("one", store=store, directories=places)
+    library.use("one", store=store, directories=places, env={})
     assert (tmp_path / "state" / "model").read_text() == "one\n"
     assert library.active_name(default, places) == "one"
     assert library.active_name(file, places) == "from-file"
     assert library.active_name(overlay(file, env={"APPLIANCE_MODEL": "by-env"}, flags={}), places) == "by-env"
     (tmp_path / "state" / "model").write_text(" \n")
     assert library.active_name(default, places) == "smollm2"
+
+
+@pytest.mark.parametrize(("make", "why"), [
+    (os.mkdir, "Is a directory"), (os.mkfifo, "it is no regular file"), (lambda path: path.write_bytes(b"\xff"), "it is damaged"),
+], ids=["folder", "pipe", "binary"])
+def test_a_model_in_use_that_cannot_be_known_is_not_taken_for_the_default(make: Any, why: str, tmp_path: Path) -> None:
+    places = Directories(store=tmp_path, state=tmp_path, cache=tmp_path, runtime=tmp_path)
+    make(tmp_path / "model")
+    with pytest.raises(StoreError) as caught:
+        library.active_name(parse(""), places)
+    assert caught.value.line == (f"the model in use is not known: {tmp_path}/model: {why}; remove it, then run "
+                                 "`applianctl model use NAME`")
+    assert library.active_name(parse("model: tiny"), places) == "tiny", "it is not asked where the settings say it"
 
 
 def test_the_need_is_an_upper_bound_by_shapes(tmp_path: Path) -> None:

@@ -61,9 +61,25 @@ def test_the_file_is_the_owners_alone_and_leaves_nothing_beside_it(tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
 
 
-def test_a_pipe_in_its_place_is_no_reason_to_wait(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "record.json")
-    assert "cannot be read: it is no regular file" in load(tmp_path).warning
+@pytest.mark.parametrize(("make", "why"), [
+    (os.mkfifo, "it is no regular file"), (os.mkdir, "Is a directory"), (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
+], ids=["pipe", "folder", "loop"])
+def test_what_is_no_file_in_its_place_is_moved_aside_and_no_reason_to_wait(make: Any, why: str, tmp_path: Path) -> None:
+    make(tmp_path / "record.json")
+    assert load(tmp_path, keep=True).warning == f"{tmp_path}/record.json cannot be read: {why}"
+    record = load(tmp_path)
+    assert record.warning == f"{tmp_path}/record.json cannot be read: {why} and is kept as record.json.bad: rungs, trials and history begin anew"
+    record.note("x", "y", now=NOW)
+    assert record.problem == ""
+    assert load(tmp_path).warning == ""
+
+
+def test_what_cannot_be_moved_aside_is_said_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "record.json").mkdir()
+    (tmp_path / "record.json.bad/kept").mkdir(parents=True)
+    warning = load(tmp_path).warning
+    assert warning.startswith(f"{tmp_path}/record.json cannot be read: Is a directory, and cannot be moved to record.json.bad (Directory not empty): move it away")
+    assert (tmp_path / "record.json").is_dir()
 
 
 @pytest.mark.parametrize("text", [

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from appliance.errors import ConfigError
 from appliance.readers import parse_size
-from appliance.settings import KEYS, Settings, env_name, overlay, parse
+from appliance.settings import KEYS, SECTIONS, Settings, env_name, overlay, parse
 
 EMPTY = parse("")
 
@@ -57,6 +57,59 @@ def test_a_wrong_value_is_one_line_and_exit_78(text: str) -> None:
     assert caught.value.exit_code == 78
     assert "\n" not in caught.value.line
     assert caught.value.do
+
+
+SHAPES = ["5", "text", "''", "true", "[1]", "[]", "2026-01-02", "1.5", "!!set {a}", "[{host: x}]", "\n- host: x\n- port: 1"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_section_of_another_shape_is_an_error_with_an_example(section: str, shape: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(f"{section}: {shape}\n", origin="the file")
+    line = caught.value.line
+    assert line.startswith(f"the file: {section} has a wrong value: ")
+    example = line.split("`")[1]
+    assert [key.split(".")[0] for key in parse(example).sources][:1] == [section]
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("nothing", ["", "null", "~", "{}", "\n  # port: 8000"])
+def test_a_section_without_keys_is_no_mistake(section: str, nothing: str) -> None:
+    assert parse(f"{section}: {nothing}\n") == parse("")
+
+
+def test_every_section_is_known() -> None:
+    assert set(SECTIONS) == {key.split(".")[0] for key in KEYS if "." in key}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_no_value_of_a_wrong_type_is_taken_for_the_default(key: str) -> None:
+    """A mapping, a list of lists: whatever a key wants, it is not that."""
+    for value in ("[[1]]", "{a: {b: 1}}", "[{a: 1}]"):
+        text = f"{key.replace('.', ': {')}: {value}" + ("}" if "." in key else "")
+        with pytest.raises(ConfigError) as caught:
+            parse(text, origin="the file")
+        assert caught.value.line.startswith(f"the file: {key} ")
+
+
+@pytest.mark.parametrize("text", ["worker: {env: [HF_TOKEN=hunter2]}", "worker: {env: {A: [hunter2]}}", "worker: {extra_args: {a: hunter2}}",
+                                  "worker: {env: hunter2}", "worker: hunter2", "worker: {extra_args: \"'hunter2\"}", "worker: {extra_args: [[hunter2]]}"])
+def test_a_refusal_does_not_show_what_may_be_a_secret(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert "hunter2" not in caught.value.line
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("memory: {ceiling: 6G}\nmemory: {reserve: 1G}", ["`memory` stands there twice (line 2): only the last one counts"]),
+    ("listen:\n  port: 1\n  host: ::1\n  port: 2", ["`listen.port` stands there twice (line 4): only the last one counts"]),
+    ("context: 100\ncontext: 200\ncontext: 300", ["`context` stands there twice (line 2): only the last one counts", "`context` stands there twice (line 3): only the last one counts"]),
+    ("x: 1\nx: 2", ["unknown key `x` is ignored; see docs/configuration.md", "`x` stands there twice (line 2): only the last one counts"]),
+    ("x: &x {a: 1}\ncontext: 100\nworker: {env: {A: 1}, python: p}", ["unknown key `x.a` is ignored; see docs/configuration.md"]),
+])
+def test_a_key_that_stands_there_twice_is_said(text: str, said: list[str]) -> None:
+    assert [warning.removeprefix("f: ") for warning in parse(text, origin="f").warnings] == said
 
 
 def test_aliases_that_nest_without_end_are_only_unknown_keys() -> None:

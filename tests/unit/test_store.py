@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance import manifest, prepared
+from appliance import disk, manifest, prepared
 from appliance.errors import ModelError, StoreError, TransientError, UsageError
 from appliance.store import Store, name_refusal
 
@@ -353,3 +354,18 @@ def test_an_adopted_draft_brings_its_own_manifest(store: Store, tmp_path: Path) 
     assert tree(other) == set()
     adopt(digest)
     assert tree(other) - {"names/x"} == tree(store) - {"names/one"}
+
+
+@pytest.mark.parametrize(("number", "store", "line"), [
+    (errno.EROFS, False, "cannot: /s/f: Read-only file system; check owner and mount of /s"),
+    (errno.EACCES, False, "cannot: /s/f: Permission denied; check owner and mount of /s"),
+    (errno.ENOSPC, False, "cannot: the disk is full; free some space on the disk of /s"),
+    (errno.EISDIR, False, "cannot: Is a directory; look at /s/f"),
+    (errno.EROFS, True, "cannot: /s/f: Read-only file system; check its owner and mount, or set `store` to another disk"),
+    (errno.ENOSPC, True, "cannot: the disk is full; free some space, or set `store` to another disk"),
+    (errno.EIO, True, "cannot: Input/output error; look at /s/f"),
+])
+def test_a_disk_that_refuses_names_the_folder_and_the_setting_only_where_there_is_one(number: int, store: bool, line: str) -> None:
+    with pytest.raises(StoreError) as caught, disk.mapped("cannot", Path("/s"), store=store):
+        raise OSError(number, os.strerror(number), "/s/f")
+    assert caught.value.line == line

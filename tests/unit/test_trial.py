@@ -173,6 +173,11 @@ def test_everything_that_reaches_the_worker_makes_another_candidate(change: dict
     assert choose(other, one, {}).on_trial
 
 
+def test_a_model_that_is_not_stored_is_said_to_be_so() -> None:
+    one = make("A")
+    assert difference(one, candidate(**{**_arguments(one), "model": "gone", "digest": ""})) == "model: model-A (AAAAAAAAAAAA) -> gone (not stored)"
+
+
 def test_values_of_the_environment_are_not_shown() -> None:
     old, new = (make("A", settings=Settings(worker=Worker(env=env))) for env in ({"A": "s3cret", "B": "1"}, {"B": "1", "C": "t0ken"}))
     assert difference(old, new) == "worker.env: other value of A, C"
@@ -235,6 +240,14 @@ def test_a_trial_of_no_time_needs_an_answer_all_the_same() -> None:
     running = Trial(candidate=make("A"), began_at=0.0).started()
     assert judge(TrialView(trial=running, answered_s=0.0, trial_s=0.0)) is None
     assert isinstance(judge(TrialView(trial=running.ready(1.0), answered_s=0.0, trial_s=0.0)), Pass)
+
+
+@pytest.mark.parametrize(("trial_s", "answered_s", "passed"), [(5.0, 11.0, False), (5.0, 59.0, False), (5.0, 60.0, True), (600.0, 1199.0, False), (600.0, 1200.0, True)])
+def test_a_short_trial_waits_for_a_speed_that_takes_longer_to_measure(trial_s: float, answered_s: float, passed: bool) -> None:
+    """A worker that is slow enough was kept before its slowness was known."""
+    found = judge(TrialView(trial=Trial(candidate=make("A"), began_at=0.0).ready(1.0), answered_s=answered_s, trial_s=trial_s, speed_before=40.0,
+                            speed_within_s=60.0, roll_back_on_loss=True))
+    assert isinstance(found, Pass) is passed
 
 
 @pytest.mark.parametrize(

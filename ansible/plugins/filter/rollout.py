@@ -150,13 +150,16 @@ def problems(batch: Sequence[str], failures: Mapping[str, str], present: Sequenc
 
 
 def stopped(found: Sequence[str], back: Sequence[str], stuck: Mapping[str, str], untouched: Sequence[str],
-            canary: bool) -> str:
-    """The sentence with which a rollout ends early. `back`: hosts that are what they were before."""
+            canary: bool, passed: Sequence[str] = ()) -> str:
+    """The sentence with which a rollout ends early. `back`: hosts that are what they were before; `passed`: of batches
+    before this one."""
     parts = [f"rollout stopped at {'the canary' if canary else 'a batch'}: {'; '.join(found)}"]
     if back:
         parts.append(f"as before and well: {', '.join(back)}")
     if stuck:
         parts.append(f"NOT as before: {_listed(stuck)}")
+    if passed:
+        parts.append(f"passed and stay: {', '.join(passed)}")
     parts.append(f"untouched: {', '.join(untouched) or 'none'}")
     return ". ".join(parts)
 

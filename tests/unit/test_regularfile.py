@@ -1,0 +1,33 @@
+"""Files of the state folder in whose place something else lies: nobody waits for the other end of a pipe."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from appliance import digests, node, patrol, record, status
+from appliance.errors import ConfigError, StoreError
+from appliance.keys import KeyRing, configured_key
+from appliance.tune import archive
+
+PLACES: dict[str, Callable[[Path], object]] = {
+    "keys": lambda path: KeyRing(path).accepts("sk-x"), "digests": digests._load, "patrol": patrol._load, "self-test": node.read_trial,
+    "measurements": archive.look, "record": lambda path: record.load(path.parent), "status": lambda path: status._object(path),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_pipe_in_the_place_of_a_file_is_no_reason_to_wait(place: str, tmp_path: Path) -> None:
+    path = tmp_path / ("record.json" if place == "record" else "file.json")
+    os.mkfifo(path)
+    assert not isinstance(PLACES[place](path), BaseException)
+
+
+@pytest.mark.parametrize("place", ["keys", "key"])
+def test_a_pipe_is_no_key(place: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "k")
+    with pytest.raises(StoreError if place == "keys" else ConfigError, match="it is no regular file"):
+        KeyRing(tmp_path / "k").list() if place == "keys" else configured_key(str(tmp_path / "k"), {})
