@@ -130,8 +130,8 @@ test-packages: $(AGENT)/.test  ## The built packages on throw-away hosts: instal
 test-ansible: $(AGENT)/.test build/ansible/.installed  ## The Ansible collection against throw-away hosts (after deb; root).
 	$(AGENT)/bin/python -m pytest tests/ansible -m "not heavy"
 
-test-fleet: $(AGENT)/.test build/ansible/.installed  ## Drills of a rollout on three hosts with real vLLM (after deb; root; many minutes).
-	$(AGENT)/bin/python -m pytest tests/ansible/test_served_fleet.py
+test-fleet: $(AGENT)/.test build/ansible/.installed  ## Drills of a rollout and of the gateway with real vLLM on booted hosts (after deb; root; many minutes).
+	$(AGENT)/bin/python -m pytest tests/ansible -m heavy
 
 lint-ansible: build/ansible/.installed  ## ansible-lint with its production profile.
 	cd ansible && PATH=$(CURDIR)/build/ansible/bin:$$PATH ANSIBLE_COLLECTIONS_PATH=$(CURDIR)/build/ansible/collections \

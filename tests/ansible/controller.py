@@ -114,7 +114,7 @@ class Controller:
         return subprocess.Popen(command, env=env, cwd=self.folder, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                 stderr=subprocess.STDOUT, start_new_session=True)
 
-    def play(self, playbook: str = "appliance.yml", *words: str, timeout_s: float = 570, **extra: Any) -> Ran:
+    def play(self, playbook: str = "appliance.yml", *words: str, timeout_s: float = 1500, **extra: Any) -> Ran:
         began = time.monotonic()
         process = self.start(playbook, *words, **extra)
         try:

@@ -203,14 +203,17 @@ def named(host: Host) -> str:
 def test_status_shows_nodes_that_do_not_serve(nodes: Fleet) -> None:
     nodes.hosts["web1"].run(["systemctl", "stop", "appliance"], check=True)
     nodes.hosts["web2"].run("mkdir /root/away && mv /usr/bin/python3* /root/away/", check=True)
+    nodes.hosts["web3"].run("useradd -m guest && cp -r /home/admin/.ssh /home/guest/ && chown -R guest: /home/guest", check=True)
+    nodes.hosts["web4"], nodes.own = nodes.hosts["web3"], {"web4": {"ansible_user": "guest"}}
     ran = nodes.play("status.yml")
-    assert ran.rc == 0
+    assert ran.rc == 0, ran.out[-3000:]
     lines = [line.strip().strip('",') for line in ran.out.splitlines() if re.match(r'\s+"(host|web)', line)]
     assert lines[0].split()[0] == "host"
     assert re.match(r"web1\s+stopped ", lines[1])
     assert "applianctl start" in lines[1]
     assert re.match(r"web2\s+unreachable ", lines[2])
     assert re.match(r"web3\s+ready\s+avx", lines[3])
+    assert re.match(r"web4\s+unreachable .*  unreachable: Missing sudo password", lines[4])
     assert ran.changed == 0
 
 
