@@ -155,7 +155,7 @@ def configured_key(api_key_file: str | None, env: Mapping[str, str]) -> str | No
             return None
         path = str(Path(folder) / CREDENTIAL)
     try:
-        first, *_ = read_regular(Path(path), most_bytes=MAX_KEY_BYTES).split(b"\n", 1)
+        first = read_regular(Path(path), most_bytes=MAX_KEY_BYTES).partition(b"\n")[0]
         key = first.decode("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not text"

@@ -214,11 +214,12 @@ def _twice(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
     for key, value in node.value if node is not None and node.id == "mapping" else ():
         if not isinstance(key.value, str):
             continue
-        if key.value in seen:
-            yield _printable(prefix + key.value), key.start_mark.line + 1
-        seen.add(key.value)
-        if not prefix and key.value in SECTIONS:
-            yield from _twice(value, f"{key.value}.")
+        dotted = prefix + key.value
+        if dotted in seen:
+            yield _printable(dotted), key.start_mark.line + 1
+        seen.add(dotted)
+        if dotted in SECTIONS or dotted in KEYS:
+            yield from _twice(value, f"{dotted}.")
 
 
 def _unknown(dotted: str, origin: str) -> str:

@@ -222,8 +222,7 @@ class TrialView:
 
     `trial_s`: the setting. `speed_before`: tokens/s of the last good candidate where it is `comparable`, else None;
     `speed_now`: of this one, None until it is measured, which takes an idle worker of its speed `speed_within_s`;
-    `loss_pct`, `roll_back_on_loss`: what may be lost, and whether
-    more than that ends the trial.
+    `loss_pct`, `roll_back_on_loss`: what may be lost, and whether more than that ends the trial.
     """
 
     trial: Trial

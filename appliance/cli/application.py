@@ -62,7 +62,12 @@ class Application:
     @property
     def settings_closed(self) -> bool:
         """Whether there is a configuration file that this ordinary account may not read."""
-        return os.geteuid() != 0 and self.config_path.is_file() and not os.access(self.config_path, os.R_OK)
+        if os.geteuid() == 0:
+            return False
+        try:
+            return self.config_path.is_file() and not os.access(self.config_path, os.R_OK, effective_ids=True)
+        except PermissionError:  # nor look into its folder
+            return True
 
     def become_owner(self) -> None:
         """As root: become the account that owns the service's state, for good, so that no file there is ever root's.
@@ -100,9 +105,10 @@ class Application:
 
     def _file(self) -> Parsed:
         named = self.config_file is not None or "APPLIANCE_CONFIG" in self.env
-        if self.config_path.exists() and not self.config_path.is_file():
-            raise ConfigError(f"{self.config_path} cannot be read", why="it is not a regular file", do="give a file")
         try:
+            if self.config_path.exists() and not self.config_path.is_file():
+                raise ConfigError(f"{self.config_path} cannot be read", why="it is not a regular file",
+                                  do="give a file")
             text = self.config_path.read_text(encoding="utf-8")
         except FileNotFoundError:
             if named:

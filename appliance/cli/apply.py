@@ -135,8 +135,8 @@ def check(app: Application, change: Change) -> None:
     places = from_process(app.env, store=change.new.settings.store)
     store = Store(places.store)
     stored = change.name in store.names()
-    if not stored and (change.name != DEFAULT_MODEL
-                       or change.name != library.active_name(change.old, app.directories)):
+    # The default that was in use before is the next start's business: its package may come later, like the worker.
+    if not stored and not change.name == DEFAULT_MODEL == library.active_name(change.old, app.directories):
         library.check_possible(change.name, store=store, env=app.env)
     try:
         python = find_worker_python(change.new.settings)

@@ -304,7 +304,7 @@ class Course:
         return True
 
     def check(self, parsed: Parsed) -> None:
-        """What can be told at once of a wish, before a worker is ended for it. Raises ModelError or ConfigError."""
+        """What can be told at once of a wish, before a worker is ended for it. Raises ApplianceError."""
         check_possible(active_name(parsed, self.directories), store=Store(self.directories.store), env=self.env)
         python = parsed.settings.worker.python
         if python and not os.access(python, os.X_OK):

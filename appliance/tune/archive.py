@@ -33,7 +33,8 @@ MOST_BYTES = 16 << 20
 
 @contextlib.contextmanager
 def only_one(state: Path) -> Iterator[None]:
-    """Hold the measurements' lock: two runs at once would measure each other. Raises TransientError."""
+    """Hold the measurements' lock: two runs at once would measure each other. Raises TransientError, and StoreError
+    where nothing could be kept."""
     folder = ensure(state / FOLDER)
     if not os.access(folder, os.W_OK, effective_ids=True):  # told before it measures for minutes
         raise StoreError("cannot measure", why=f"{folder} is not writable", do=f"check owner and mount of {folder}")
@@ -202,7 +203,7 @@ def _bounded(folder: Path, name: str, text: str) -> None:
 def _put(file: Path, text: str) -> None:
     """Replace a file in one step, to be read by everybody whatever the umask; what another left in the draft's place
     goes."""
-    draft = file.with_name(f".{file.name}")
+    draft = file.with_name(f".{file.stem}.draft")  # never found by its suffix
     draft.unlink(missing_ok=True)
     draft.touch()
     draft.chmod(0o644)

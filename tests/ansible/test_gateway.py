@@ -158,7 +158,7 @@ def test_tls(gateway: Balanced, words: tuple[str, ...], works: bool) -> None:
 
 def test_a_client_that_goes_ends_its_work(gateway: Balanced) -> None:
     load = gateway.load(limit_s=1.0)
-    assert load.ask(tokens=2000).kind == "silence"
+    assert load.ask(tokens=400).kind == "silence"
     deadline = time.monotonic() + 3
     while any(gateway.node(name).status()["running"] for name in NODES):
         assert time.monotonic() < deadline

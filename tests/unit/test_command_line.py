@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from appliance.cli.application import Application
 from appliance.cli.main import SECTIONS
+from appliance.errors import ConfigError
 
 FORBIDDEN = ("torch", "vllm", "numpy", "transformers", "pydantic", "asyncio", "importlib.metadata", "gguf", "yaml", "psutil")
 
@@ -90,3 +94,24 @@ def test_flag_wins_over_environment_wins_over_file(tmp_path: Path) -> None:
     assert rows["context"] == ["2048", "APPLIANCE_CONTEXT"]
     assert rows["max_running"] == ["3", str(file)]
     assert rows["listen.host"] == ["127.0.0.1", "default"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another account")
+@pytest.mark.parametrize(("mode_of_folder", "mode_of_file", "closed"), [(0o755, 0o644, False), (0o755, 0o600, True), (0o700, 0o644, True)],
+                         ids=["open", "file", "folder"])
+def test_settings_that_are_closed_to_an_account(mode_of_folder: int, mode_of_file: int, closed: bool) -> None:
+    with tempfile.TemporaryDirectory() as made:
+        file = Path(made) / "appliance.yaml"
+        file.write_text("context: 512\n")
+        file.chmod(mode_of_file)
+        Path(made).chmod(mode_of_folder)
+        assert not Application(env={}, config_file=str(file)).settings_closed
+        app = Application(env={}, config_file=str(file))
+        os.seteuid(54321)
+        try:
+            assert app.settings_closed is closed
+            if closed:
+                with pytest.raises(ConfigError, match=r"appliance\.yaml cannot be read: Permission denied; .* or run the command with sudo"):
+                    app.read_settings()
+        finally:
+            os.seteuid(0)

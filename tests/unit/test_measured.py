@@ -138,7 +138,7 @@ def test_what_is_damaged_beside_the_record_holds_nobody_up(damage: str, tmp_path
     make, why = DAMAGE[damage]
     figures = {"threads": 1}
     name = measured.decision(MODEL.digest, figures)
-    for place in ("measured/earlier/e.json", f"measured/served/{name}.json", f"measured/.{HOST.fingerprint}.json", "measured/applied"):
+    for place in ("measured/earlier/e.json", f"measured/served/{name}.json", f"measured/.{HOST.fingerprint}.draft", "measured/applied"):
         if place.startswith("measured/.") and damage == "folder":
             continue
         path = tmp_path / place
@@ -152,6 +152,7 @@ def test_what_is_damaged_beside_the_record_holds_nobody_up(damage: str, tmp_path
     assert served is not None
     assert served.damaged == f"{tmp_path}/measured/served/{name}.json {why}"
     assert archive.before(tmp_path, record()) is None
+    assert not [path for path in archive.names(tmp_path) if path.name.startswith(".")], "a draft is no record"
     archive.save(tmp_path, archive.current(tmp_path, HOST))
     for number in range(archive.KEPT + 3):
         archive.keep(tmp_path, record(), digest=MODEL.digest, figures={"threads": number + 2})

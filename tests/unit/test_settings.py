@@ -105,6 +105,8 @@ def test_a_refusal_does_not_show_what_may_be_a_secret(text: str) -> None:
     ("memory: {ceiling: 6G}\nmemory: {reserve: 1G}", ["`memory` stands there twice (line 2): only the last one counts"]),
     ("listen:\n  port: 1\n  host: ::1\n  port: 2", ["`listen.port` stands there twice (line 4): only the last one counts"]),
     ("context: 100\ncontext: 200\ncontext: 300", ["`context` stands there twice (line 2): only the last one counts", "`context` stands there twice (line 3): only the last one counts"]),
+    ("worker:\n  env: {A: 1, B: 2, A: 3}\n  env: {A: 1}", [
+        "`worker.env.A` stands there twice (line 2): only the last one counts", "`worker.env` stands there twice (line 3): only the last one counts"]),
     ("x: 1\nx: 2", ["unknown key `x` is ignored; see docs/configuration.md", "`x` stands there twice (line 2): only the last one counts"]),
     ("x: &x {a: 1}\ncontext: 100\nworker: {env: {A: 1}, python: p}", ["unknown key `x.a` is ignored; see docs/configuration.md"]),
 ])
