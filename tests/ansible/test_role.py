@@ -498,6 +498,7 @@ def test_parts_by_their_tags_on_a_fresh_node(make_fleet: Callable[..., Fleet]) -
     for tag in ("configure", "model", "verify"):
         assert "the packages are not installed; run the play without --tags, or with --tags install first" in fleet.play("appliance.yml", "--tags", tag).refusal
         assert fleet.play("appliance.yml", "--check", "--tags", tag).ok()
+    assert "the packages are not installed" in fleet.play("appliance.yml", "--tags", "model", appliance_model="hf:org/name").refusal
     assert fleet.play("appliance.yml", "--tags", "preflight").ok().changed == 0
     assert "the service is not started before it is configured" in fleet.play("appliance.yml", "--tags", "install").ok().out
     assert "the service is not started before it is configured" in fleet.play("appliance.yml", "--tags", "configure").ok().out

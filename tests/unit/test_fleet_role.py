@@ -196,6 +196,8 @@ STOPPED: dict[str, Any] = {"unit": {"ActiveState": "inactive"}, "status": {"live
     # a run before has ended in between
     (running(CONTEXT, changed_at=200.0), wish(CONTEXT), {"differs": False, "way": "restart", "restart": True}),
     (running(CONTEXT, changed_at=200.0, status={"reloaded_at": 300.0}), wish(CONTEXT), {"way": "apply", "restart": False}),
+    (running(CONTEXT, status={"warned": ["reload"]}), wish(CONTEXT), {"differs": False, "way": "restart", "restart": True}),  # a refused reload
+    (running(CONTEXT, status={"warned": ["reload"]}), wish(PORT | CONTEXT), {"differs": True, "way": "restart", "restart": False}),
     (running(CONTEXT, changed_at=2000.0), wish(CONTEXT), {"way": "apply", "restart": False}),  # a clock that was ahead is no reason for ever
     (running(None, changed_at=200.0), wish({}), {"way": "apply", "restart": False}),
     (running({}, key_unread=True), wish({}, api_key=True), {"way": "restart", "restart": True}),

@@ -50,7 +50,9 @@ def course(node: Mapping[str, Any], wish: Mapping[str, Any]) -> dict[str, Any]:
     managed = bool(wish["settings"]) or before.startswith(wish["mark"])
     old = tree_of(before) if there["right"] else {}
     differs = managed and before != wish["text"]
-    late = managed and _taken_at(status) < there["changed_at"] <= there["now"]
+    # A reload that the agent refused has taken nothing.
+    refused = not differs and "reload" in status.get("warned", ())
+    late = managed and (refused or _taken_at(status) < there["changed_at"] <= there["now"])
     late = bool(late or (wish["api_key"] and there["key_unread"]))
     at_start = managed and at_its_start(old) != at_its_start(wish["settings"])
     if not active:
