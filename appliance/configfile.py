@@ -19,7 +19,8 @@ from typing import Any
 
 from appliance import disk, settings
 from appliance.errors import ConfigError
-from appliance.settings import KEYS, from_tree, parse
+from appliance.regularfile import read_regular
+from appliance.settings import KEYS, MOST_BYTES, from_tree, parse, yaml_tree
 
 HEADER = """\
 # Configuration of the appliance; every key and its default: docs/configuration.md
@@ -31,12 +32,28 @@ NEW_MODE = 0o644
 def read(path: Path) -> str:
     """The file's text; the header of a new file when there is none. Raises ConfigError when it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        return text_of(path)
     except FileNotFoundError:
         return HEADER
+
+
+def text_of(path: Path, *, closed: str = "check its owner and mode") -> str:
+    """The file's text, every line ended as on Unix. Raises FileNotFoundError, and ConfigError when it cannot be read;
+    `closed`: what to do where this account may not."""
+    try:
+        data = read_regular(path, most_bytes=MOST_BYTES)
+        if len(data) > MOST_BYTES:
+            raise ConfigError(f"{path} is no configuration", why=f"it is larger than {MOST_BYTES >> 10} KiB",
+                              do="give another file")
+        text = data.decode("utf-8")
+    except FileNotFoundError:
+        raise
+    except PermissionError as error:
+        raise ConfigError(f"{path} cannot be read", why=str(error.strerror), do=closed) from None
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ConfigError(f"{path} cannot be read", why=why, do="check its owner and mode") from None
+        raise ConfigError(f"{path} cannot be read", why=why, do="give a file of text") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def write(path: Path, text: str) -> None:
@@ -90,12 +107,10 @@ def edited(text: str, changes: Mapping[str, Any], *, origin: str = "appliance.ya
 
 def value_of(key: str, text: str) -> Any:
     """What `key=text` on a command line means: the YAML value where that fits the key, else the text itself."""
-    import yaml
-
     if key not in KEYS:
         return text
-    with contextlib.suppress(yaml.YAMLError, ConfigError, ValueError):
-        value = yaml.safe_load(text)
+    with contextlib.suppress(ConfigError):
+        value, _ = yaml_tree(text, origin=key)
         KEYS[key](key, value, "")
         if value is not None and not isinstance(value, str):
             return value

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +28,8 @@ first start has tried to measure."""
 OWN, INT4 = "own", "int4"
 GEMMS = ("bf16", "fp32")
 """Routes of many rows: as the kernel serves them, in torch's int4 kernel, by torch's GEMM of a type."""
+KINDS: Mapping[str, type] = {"threads": int, "batch_tokens": int, "block": int, "compile": bool}
+"""What a trial's setting is; the others are texts."""
 PREFILL_ROWS = 256
 GB_S, TOK_S, PREFILL_TOK_S, STREAMS_TOK_S = "GB/s", "tok/s", "prompt tok/s", "4 streams tok/s"
 """Figures: of a read; of one row; of PREFILL_ROWS rows, or a prompt; of four answers at once."""
@@ -183,15 +186,28 @@ def read(text: str) -> Record | None:
             fingerprint=str(raw["fingerprint"]),
             inputs={str(name): str(value) for name, value in raw["inputs"].items()},
             trials=tuple(_trial(entry) for entry in raw["trials"]), open_since=float(raw["open_since"]))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, ArithmeticError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
 def _trial(raw: Mapping[str, Any]) -> Trial:
-    figures = {str(name): Figure(median=float(f["median"]), low=float(f["low"]), high=float(f["high"]),
-                                 repeats=int(f["repeats"])) for name, f in raw["figures"].items()}
-    return Trial(kind=str(raw["kind"]), settings=dict(raw["settings"]), figures=figures, model=str(raw["model"]),
-                 failure=str(raw["failure"]), at=float(raw["at"]), notes=dict(raw["notes"]))
+    """Raises ValueError and others for what no trial can have been: decisions are made by it."""
+    figures = {str(name): _figure(found) for name, found in raw["figures"].items()}
+    settings, notes = dict(raw["settings"]), dict(raw["notes"])
+    odd = [name for name, value in settings.items() if type(value) is not KINDS.get(name, type(value))
+           or not isinstance(value, (str, int, float, bool, type(None)))]
+    if odd or (figures and "threads" not in settings) or not isinstance(notes.get("disturbed", 0), (int, float)):
+        raise ValueError("no trial")
+    return Trial(kind=str(raw["kind"]), settings=settings, figures=figures, model=str(raw["model"]),
+                 failure=str(raw["failure"]), at=float(raw["at"]), notes=notes)
+
+
+def _figure(raw: Mapping[str, Any]) -> Figure:
+    found = Figure(median=float(raw["median"]), low=float(raw["low"]), high=float(raw["high"]),
+                   repeats=int(raw["repeats"]))
+    if not 0 <= found.low <= found.median <= found.high < math.inf:
+        raise ValueError("no figure")
+    return found
 
 
 # ---- what follows ----------------------------------------------------------------------------------------------------

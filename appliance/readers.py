@@ -20,7 +20,7 @@ def parse_size(text: str | int) -> int:
     """`6G`, `512M`, `1.5GiB`, `1048576` -> bytes; G and GiB are both 1024^3. Raises ValueError."""
     if isinstance(text, int) and not isinstance(text, bool):
         return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(text), re.IGNORECASE)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?\s*", str(text), re.IGNORECASE)
     if not match:
         raise ValueError(f"{text!r} is not a size such as 512M or 6G")
     return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
@@ -127,6 +127,8 @@ def cpus(key: str, value: Any, origin: str) -> tuple[int, ...]:
         if not match or int(match[2] or match[1]) < int(match[1]):
             raise _wrong(key, value, origin, want)
         found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    if not found:
+        raise _wrong(key, value, origin, want)
     return tuple(sorted(found))
 
 
@@ -173,13 +175,14 @@ def environment(key: str, value: Any, origin: str) -> dict[str, str]:
 
 
 def words(key: str, value: Any, origin: str) -> tuple[str, ...]:
+    given = value
     if isinstance(value, str):
         import shlex
 
         try:
-            return tuple(shlex.split(value))
+            given = shlex.split(value)
         except ValueError:
             raise _secret(key, value, origin, "a list of arguments", "[--seed, '3']") from None
-    if not isinstance(value, list) or not all(isinstance(v, (str, int, float)) and _passable(str(v)) for v in value):
+    if not isinstance(given, list) or not all(isinstance(v, (str, int, float)) and _passable(str(v)) for v in given):
         raise _secret(key, value, origin, "a list of arguments", "[--seed, '3']")
-    return tuple(str(v) for v in value)
+    return tuple(str(v) for v in given)

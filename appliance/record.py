@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -336,7 +337,7 @@ def _read(path: Path, tree: Any) -> Record:
                                   floor=str(one["floor"]), tried=tuple(map(str, one["tried"])))
                for key, one in tree["rungs"].items()},
         faults=[FaultSeen(name=str(one["name"]), at=_time(one["at"]), rung=str(one["rung"]),
-                          answered_s=float(one["answered_s"]), situation=str(one["situation"]), id=str(one["id"]),
+                          answered_s=_amount(one["answered_s"]), situation=str(one["situation"]), id=str(one["id"]),
                           sentence=str(one["sentence"])) for one in tree["faults"]],
         good=trial.from_json(tree["good"]),
         previous=trial.from_json(tree["previous"]),
@@ -347,10 +348,17 @@ def _read(path: Path, tree: Any) -> Record:
         history=[{"at": _time(one["at"]), "event": str(one["event"]), "sentence": str(one["sentence"]),
                   "id": str(one["id"])} for one in tree["history"]],
         restarts_total={str(name): int(count) for name, count in tree["restarts_total"].items()},
-        speeds={str(name): float(speed) for name, speed in tree.get("speeds", {}).items()},
+        speeds={str(name): _amount(speed) for name, speed in tree.get("speeds", {}).items()},
         last_word={"at": _time(word["at"]), "state": str(word["state"]), "sentence": str(word["sentence"]),
                    "exit_code": None if word["exit_code"] is None else int(word["exit_code"])} if word else None,
     )
+
+
+def _amount(value: Any) -> float:
+    """What can be measured. Raises ValueError."""
+    if not 0 <= float(value) < math.inf:
+        raise ValueError("no amount")
+    return float(value)
 
 
 def _time(value: Any) -> float:

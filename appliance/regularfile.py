@@ -15,7 +15,14 @@ def read_regular(path: Path, *, most_bytes: int, follow: bool = True) -> bytes:
     """A file's contents, cut after `most_bytes` + 1; never waits for the other end of a pipe. Raises OSError, also for
     what is no regular file; `follow`: through a link in its last place."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
-    with open(os.open(path, flags), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    number = os.open(path, flags)
+    try:  # `open` would leave a folder's open
+        mode = os.fstat(number).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "it is no regular file")
-        return file.read(most_bytes + 1)
+        with open(number, "rb", closefd=False) as file:
+            return file.read(most_bytes + 1)
+    finally:
+        os.close(number)

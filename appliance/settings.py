@@ -22,7 +22,11 @@ from appliance.quantize.format import KERNELS, NATIVE_VARIANTS
 
 DEFAULT_MODEL = "smollm2"
 DEPTH = 2
-"""How deep the file is read: keys have two parts; YAML aliases can nest without end."""
+"""How deep the file is read: keys have two parts."""
+MOST_BYTES = 256 << 10
+MOST_VALUES, MOST_DIGITS = 10_000, 60
+"""What a configuration may hold: values, each alias counted as what it stands for (a few lines of YAML can stand for
+more than any memory), and digits of one number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,17 +121,7 @@ class Parsed:
 
 def parse(text: str, *, origin: str = "appliance.yaml") -> Parsed:
     """Read the YAML text of a configuration file. Raises ConfigError on broken YAML or a wrong value."""
-    import yaml
-
-    try:
-        raw, twice = yaml.safe_load(text), tuple(_twice(yaml.compose(text, Loader=yaml.SafeLoader)))
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}" if mark else "the text"
-        problem = getattr(error, "problem", None) or "not valid YAML"
-        raise ConfigError(f"{origin} is not valid YAML", why=f"{where}: {problem}", do="correct the file") from None
-    except (ValueError, ArithmeticError, AttributeError, LookupError, RecursionError):
-        raise ConfigError(f"{origin} is not valid YAML", why="a value cannot be read", do="correct the file") from None
+    raw, twice = yaml_tree(text, origin=origin)
     if raw is None:
         raw = {}
     if not isinstance(raw, dict):
@@ -136,6 +130,55 @@ def parse(text: str, *, origin: str = "appliance.yaml") -> Parsed:
     parsed = _read(raw, origin)
     said = (f"{origin}: `{key}` stands there twice (line {line}): only the last one counts" for key, line in twice)
     return dataclasses.replace(parsed, warnings=(*parsed.warnings, *said))
+
+
+def yaml_tree(text: str, *, origin: str) -> tuple[Any, tuple[tuple[str, int], ...]]:
+    """The value of a YAML text, and the keys that it has more than once, each with its later line. Raises ConfigError
+    for what is no YAML, or more than a configuration can be."""
+    import yaml
+
+    wrong = f"{origin} is not valid YAML"
+    if len(text) > MOST_BYTES:
+        raise ConfigError(f"{origin} is no configuration", why=f"it is larger than {MOST_BYTES >> 10} KiB",
+                          do="correct the file")
+    try:
+        nodes = yaml.compose(text, Loader=yaml.SafeLoader)
+        if nodes is not None:
+            _count(nodes, {})
+        return yaml.safe_load(text), tuple(_twice(nodes))
+    except yaml.MarkedYAMLError as error:
+        where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ConfigError(wrong, why=where + (error.problem or "not valid YAML"), do="correct the file") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, int(error.position)) + 1
+        raise ConfigError(wrong, why=f"line {line}: a character that no text has", do="correct the file") from None
+    except (yaml.YAMLError, ValueError, ArithmeticError, AttributeError, LookupError, RecursionError):
+        raise ConfigError(wrong, why="a value cannot be read", do="correct the file") from None
+
+
+def _count(node: Any, known: dict[Any, int | None]) -> int:
+    """How many values a node stands for. Raises yaml.MarkedYAMLError where that is more than can be used or shown."""
+    import yaml
+
+    def too_much(problem: str) -> yaml.MarkedYAMLError:
+        return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+
+    if node in known:
+        count = known[node]
+        if count is None:
+            raise too_much("a value that holds itself")
+        return count
+    if node.id == "scalar":
+        if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MOST_DIGITS:
+            raise too_much(f"a number of {len(node.value)} digits")
+        return 1
+    known[node] = None
+    inner = node.value if node.id == "sequence" else [one for pair in node.value for one in pair]
+    count = 1 + sum(_count(one, known) for one in inner)
+    if count > MOST_VALUES:
+        raise too_much(f"more than {MOST_VALUES} values")
+    known[node] = count
+    return count
 
 
 def from_tree(tree: Mapping[str, Any], *, origin: str) -> Settings:
@@ -212,7 +255,7 @@ def _twice(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
     """Keys that a YAML mapping has more than once, each with its later line: YAML's reader drops the first silently."""
     seen: set[str] = set()
     for key, value in node.value if node is not None and node.id == "mapping" else ():
-        if not isinstance(key.value, str):
+        if not isinstance(key.value, str) or key.tag == "tag:yaml.org,2002:merge":  # each merge counts
             continue
         dotted = prefix + key.value
         if dotted in seen:
@@ -229,7 +272,7 @@ def _unknown(dotted: str, origin: str) -> str:
 
 
 def _printable(name: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in name)
+    return "".join(c if c.isprintable() else "?" for c in name[:100])
 
 
 def get(settings: Settings, dotted: str) -> Any:

@@ -97,11 +97,13 @@ def to_json(what: Candidate) -> dict[str, Any]:
 def from_json(tree: Any) -> Candidate | None:
     """The candidate that `to_json` wrote; None for anything else. The id is computed anew, never believed."""
     try:
+        if not isinstance(tree["settings"].get("worker.env") or {}, dict):
+            return None
         return candidate(model=str(tree["model"]), digest=str(tree["digest"]), settings=dict(tree["settings"]),
                          worker_python=str(tree["worker_python"]),
                          versions={str(k): str(v) for k, v in dict(tree["versions"]).items()},
                          figures=dict(tree.get("figures") or {}))
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, AttributeError):
         return None
 
 

@@ -85,7 +85,7 @@ def remove(trees: Path, link: Path, record: Path) -> None:
 def main() -> int:
     if not TREES.is_dir():  # no package has put a worker here
         return 0
-    with open(TREES / LOCK, "w") as lock:
+    with open(TREES / LOCK, "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             remove(TREES, LINK, RECORD)

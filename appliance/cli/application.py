@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from appliance import configfile
 from appliance import settings as settings_module
 from appliance.directories import AGENT_SOCKET, Directories, from_process, of_service, sockets, usable_home
 from appliance.errors import ConfigError
@@ -104,21 +105,14 @@ class Application:
         return {name: str(version) for name, version in found.items() if version}
 
     def _file(self) -> Parsed:
-        named = self.config_file is not None or "APPLIANCE_CONFIG" in self.env
+        named = self.config_file is not None or bool(self.env.get("APPLIANCE_CONFIG"))
         try:
-            if self.config_path.exists() and not self.config_path.is_file():
-                raise ConfigError(f"{self.config_path} cannot be read", why="it is not a regular file",
-                                  do="give a file")
-            text = self.config_path.read_text(encoding="utf-8")
+            text = configfile.text_of(
+                self.config_path, closed="let this account's group read it, or run the command with sudo")
         except FileNotFoundError:
             if named:
                 raise ConfigError(f"{self.config_path} does not exist", do="create it or leave out --config") from None
             text = ""
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or "not UTF-8 text"
-            do = "let this account's group read it, or run the command with sudo" if self.settings_closed else \
-                "check its owner and mode"
-            raise ConfigError(f"{self.config_path} cannot be read", why=why, do=do) from None
         return settings_module.parse(text, origin=str(self.config_path))
 
 

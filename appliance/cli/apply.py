@@ -65,6 +65,8 @@ def apply(app: Application, file: Path | None, model: str | None, assignments: t
     """
     if file is None and model is None and not assignments:
         raise UsageError("there is nothing to apply", do="give FILE, --model or --set")
+    if model is not None and not model.strip():
+        raise UsageError("--model names no model", do="give the name of a stored one, or leave --model out")
     change = prepare(app, file=file, model=model, assignments=_assignments(assignments))
     if not change.lines:
         click.echo("nothing to change: this is what the settings say already")
@@ -259,9 +261,10 @@ def _keep(places: Directories, text: str) -> None:
 
 
 def _read_file(file: Path) -> str:
-    if not file.is_file():
-        raise ConfigError(f"{file} cannot be read", why="there is no such file", do="give a configuration file")
-    return configfile.read(file)
+    try:
+        return configfile.text_of(file)
+    except FileNotFoundError:
+        raise ConfigError(f"{file} does not exist", do="give a configuration file") from None
 
 
 def _assignments(words: tuple[str, ...]) -> dict[str, Any]:

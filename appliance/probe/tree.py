@@ -43,9 +43,12 @@ class Tree:
             descriptor = os.open(self.path(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except (OSError, ValueError):
             return None
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            return None
         with os.fdopen(descriptor, "rb") as file:
             try:
-                return _read(file, size) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+                return _read(file, size)
             except OSError:
                 return None
 

@@ -87,12 +87,13 @@ def test_the_model_of_the_canary_talks_nonsense(nodes: Fleet) -> None:
 
 
 def test_the_second_batch_fails_and_goes_back(nodes: Fleet) -> None:
-    """web2 has a noisy neighbour: a third of a CPU is left to it. The batch before it stays, until it is taken back."""
-    nodes.hosts["web2"].run(["systemctl", "set-property", "--runtime", "appliance.service", "CPUQuota=30%"], check=True)
-    ran = nodes.play("rollout.yml", appliance_version=TWO, rollout_bench_tries=2)
+    """web2 is given a model of its own that talks nonsense. The batch before it stays, until it is taken back."""
+    nodes.own = {"web2": {"appliance_model": str(scrambled(nodes.folder / "nonsense.gguf"))}}
+    ran = nodes.play("rollout.yml", appliance_version=TWO)
+    note("vLLM: second batch with a model that talks nonsense", ran)
     sentence = told(ran)
-    note("vLLM: second batch with a slow node", ran)
-    assert sentence.startswith("rollout stopped at a batch: web2: too slow: ")
+    assert sentence.startswith("rollout stopped at a batch: web2: ")
+    assert "Paris" in sentence
     assert sentence.endswith("as before and well: web2. passed and stay: web1. untouched: none")
     all_on(nodes, {"web1": TWO, "web2": ONE})
     back = nodes.play("rollback.yml", "--limit", "web1").ok()

@@ -226,7 +226,8 @@ def test_what_lies_in_the_way_of_the_next_version_is_replaced(node: Upgraded, ma
 
 @pytest.mark.parametrize(("made", "place"), [
     (f"echo theirs >{TREES}", TREES), (f"ln -s /srv/nowhere {TREES}", TREES), (f"mkdir -p {TREES}/.lock", f"{TREES}/.lock"),
-], ids=["a file for the versions' folder", "a link to nothing", "a folder for the lock"])
+    (f"mkdir {TREES} && mkfifo {TREES}/.lock", f"{TREES}/.lock"),
+], ids=["a file for the versions' folder", "a link to nothing", "a folder for the lock", "a pipe for the lock"])
 def test_what_a_package_may_not_remove_is_named_and_the_installation_can_be_finished(
     make: Callable[..., Upgraded], made: str, place: str,
 ) -> None:

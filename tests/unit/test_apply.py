@@ -148,7 +148,9 @@ def test_what_is_refused_is_not_shown_as_a_change_first(operator: Operator, args
     (("--set", "dtype=float16"), ConfigError, "float16"),
     (("--set", "worker.extra_args=[--port, '1']"), ConfigError, "decided by the plan"),
     (("--set", "worker.python=/no/such/python"), ConfigError, "APPLIANCE_WORKER_PYTHON"),
-    (("no-such-file.yaml",), ConfigError, "no such file"),
+    (("no-such-file.yaml",), ConfigError, "no-such-file.yaml does not exist"),
+    (("--model", ""), UsageError, "--model names no model"),
+    (("--model", " ", "--set", "context=4096"), UsageError, "--model names no model"),
     ((), UsageError, "nothing to apply"),
 ])
 def test_what_is_wrong_changes_nothing(operator: Operator, args: tuple[str, ...], error: type[Exception], words: str) -> None:

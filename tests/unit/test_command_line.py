@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,23 @@ def test_flag_wins_over_environment_wins_over_file(tmp_path: Path) -> None:
     assert rows["context"] == ["2048", "APPLIANCE_CONTEXT"]
     assert rows["max_running"] == ["3", str(file)]
     assert rows["listen.host"] == ["127.0.0.1", "default"]
+
+
+def test_a_variable_that_is_empty_names_no_file(tmp_path: Path) -> None:
+    assert Application(env={"APPLIANCE_CONFIG": "", "APPLIANCE_MODEL": ""}).read_settings() == Application(env={}).read_settings()
+
+
+@pytest.mark.parametrize(("make", "why"), [
+    (os.mkfifo, "it is no regular file; give a file of text"), (os.mkdir, "Is a directory; give a file of text"),
+    (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"), (lambda path: path.write_bytes(b"\xff\xfe"), "not UTF-8 text; give"),
+    (lambda path: path.write_bytes(b"#" * (300 << 10)), "it is larger than 256 KiB"), (lambda path: path.symlink_to("/dev/zero"), "it is no regular file"),
+], ids=["pipe", "folder", "loop", "binary", "large", "endless"])
+def test_what_is_no_settings_file_is_one_line(make: Callable[[Path], object], why: str, tmp_path: Path) -> None:
+    make(tmp_path / "a.yaml")
+    for args in (("--config", str(tmp_path / "a.yaml"), "config", "check"), ("apply", "--dry-run", str(tmp_path / "a.yaml"))):
+        done = applianctl(*args, home=tmp_path)
+        assert (done.returncode, len(done.stderr.splitlines())) == (78, 1), done.stderr
+        assert why in done.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another account")

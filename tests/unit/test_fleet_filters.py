@@ -47,6 +47,7 @@ def summary(tok_s: float | None = 50.0, **changes: Any) -> dict[str, Any]:
     ({"msg": "Failed to connect to the host via ssh: ssh: connect to host 10.0.0.1 port 22: No route to host", "unreachable": True},
      "Failed to connect to the host via ssh: ssh: connect to host 10.0.0.1 port 22: No route to host"),
     ({"msg": "Task failed: Module failed", "stdout": "only this\n\n"}, "only this"),
+    ({"msg": "No package matching", "results": ["a text", None]}, "No package matching"),
     ({}, "failed without a word"),
 ])
 def test_a_failure_is_one_sentence(result: dict[str, Any], sentence: str) -> None:

@@ -263,6 +263,19 @@ def test_what_a_certificate_leaves_behind(node: dict[str, Any], asked: dict[str,
 # ---- what the module reads
 
 
+@pytest.mark.parametrize("text", ["a: !!int x", "a: !!bool x", "[" * 3000, "a: 2026-02-30", "a: !!timestamp x", "a: \0", "? [a]\n: b", "a: [", "text", "- a"],
+                         ids=lambda text: repr(text[:12]))
+def test_a_file_that_is_no_configuration_has_no_settings(text: str) -> None:
+    assert course.tree_of(text) == {}
+
+
+def test_what_a_node_says_wrong_is_nothing() -> None:
+    for text in ("", "{", "[" * 100_000, "\0"):
+        assert node_module._parsed(text) is None
+    for address in ("", "https://[::1", "https://h:99999", "https://" + "a" * 70 + ".b"):
+        assert node_module.served_certificate(address) is None
+
+
 def test_what_dpkg_and_systemd_know(tmp_path: Path) -> None:
     said = {"dpkg-query": "installed appliance\nconfig-files appliance-worker\nunknown appliance-x\n", "systemctl": "LoadState=loaded\nActiveState=active\nMainPID=7\n",
             "dpkg": "", "applianctl": '{"settings": {"model": "y"}, "sources": {"model": "/etc/appliance/appliance.yaml"}}'}

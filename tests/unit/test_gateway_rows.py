@@ -50,6 +50,12 @@ def test_a_row(node: dict[str, Any], expected: dict[str, Any]) -> None:
     assert {key: row[key] for key in expected} == expected
 
 
+@pytest.mark.parametrize("speed", [float("nan"), float("inf"), -3.0, "", "fast", [1], 10**400], ids=["nan", "infinite", "negative", "empty", "text", "list", "huge"])
+def test_what_is_no_speed_is_unknown(speed: object) -> None:
+    nodes = [{"name": "n1", "address": "10.0.0.1", "decode_tokens_per_s": "40"}, {"name": "n2", "address": "10.0.0.2", "decode_tokens_per_s": speed}]
+    assert [row["weight"] for row in gateway.rows(nodes, WRITTEN)] == [100, 50]
+
+
 def test_a_node_that_is_off_stays_as_it_was_written() -> None:
     nodes = [{"name": "n1", "address": "10.0.0.1", "decode_tokens_per_s": 40.0, "max_running": 4, "max_queued": 16},
              {"name": "n2", "address": "10.0.0.2"}]

@@ -165,6 +165,19 @@ def test_a_text_that_is_no_record_is_none(text: str) -> None:
     assert measured.read(text) is None
 
 
+@pytest.mark.parametrize(("place", "value"), [
+    *(("settings", {"threads": value}) for value in (None, "6", [6], {}, 6.0, True)), ("settings", {}), ("settings", {"threads": 6, "block": [1]}),
+    ("settings", {"threads": 6, "compile": 1}), ("settings", {"threads": 6, "odd": []}), ("notes", {"disturbed": "much"}), ("at", 10**400),
+    *(("figures", {"tok/s": {"median": 2, "low": 1, "high": 3, "repeats": 3, **odd}}) for odd in (
+        {"median": float("nan")}, {"median": 4}, {"low": -1}, {"high": float("inf")}, {"high": 10**400}, {"repeats": float("inf")}, {"repeats": None})),
+], ids=repr)
+def test_figures_that_nobody_measured_are_damage(place: str, value: object) -> None:
+    tree = json.loads(measured.write(record(threads(6, 41.2))))
+    assert measured.read(json.dumps(tree)) is not None
+    tree["trials"][0][place] = value
+    assert measured.read(json.dumps(tree)) is None
+
+
 def test_a_later_trial_of_the_same_replaces_the_earlier() -> None:
     twice = record(threads(6, 40), threads(8, 30)).having(threads(6, 41))
     assert [t.median("tok/s") for t in twice.trials] == [30, 41]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 
@@ -135,3 +136,10 @@ def test_tree_stays_below_its_root(tmp_path: Path) -> None:
     assert tree.path("/proc/../../../secret") == tmp_path / "host" / "secret"
     assert (tree.names("/none"), tree.head("/none", 4), tree.read_int("/none")) == ([], None, None)
     assert not tree.is_file("/none")
+
+
+def test_what_is_no_file_in_a_captured_folder_is_unknown(tmp_path: Path) -> None:
+    """A folder, a pipe or a link to itself in the place of each file that is read."""
+    for name, make in {"folder": os.mkdir, "pipe": os.mkfifo, "loop": lambda path: path.symlink_to(path)}.items():
+        make(tmp_path / name)
+        assert Tree(root=tmp_path).read(f"/{name}") is None

@@ -105,6 +105,16 @@ def test_any_one_damaged_value_is_noticed(tmp_path: Path) -> None:
         assert load(tmp_path).warning, key
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, "fast", 10**400], ids=["nan", "infinite", "negative", "text", "huge"])
+@pytest.mark.parametrize("key", ["speeds", "faults"])
+def test_what_cannot_be_measured_is_damage(tmp_path: Path, key: str, value: object) -> None:
+    filled(tmp_path).note_speed("a", 5.0)
+    tree = json.loads((tmp_path / "record.json").read_text())
+    tree[key] = {"a": value} if key == "speeds" else [{**tree[key][0], "answered_s": value}]
+    (tmp_path / "record.json").write_text(json.dumps(tree))
+    assert "is damaged" in load(tmp_path).warning
+
+
 def test_no_state_folder_is_an_empty_record(tmp_path: Path) -> None:
     record = load(tmp_path / "not" / "there")
     assert (record.warning, record.rung.id, record.faults) == ("", "full", [])

@@ -11,6 +11,7 @@ import pytest
 from appliance import digests, node, patrol, record, status
 from appliance.errors import ConfigError, StoreError
 from appliance.keys import KeyRing, configured_key
+from appliance.regularfile import read_regular
 from appliance.tune import archive
 
 PLACES: dict[str, tuple[Callable[[Path], object], object]] = {
@@ -27,6 +28,17 @@ def test_a_pipe_in_the_place_of_a_file_is_no_reason_to_wait(place: str, tmp_path
     os.mkfifo(path)
     read, found = PLACES[place]
     assert read(path) == found
+
+
+def test_what_is_no_file_leaves_nothing_open(tmp_path: Path) -> None:
+    """A service looks at some of them with each request."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for name in ("pipe", "folder"):
+        with pytest.raises(OSError, match=r"no regular file|Is a directory"):
+            read_regular(tmp_path / name, most_bytes=9)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 @pytest.mark.parametrize("place", ["keys", "key"])

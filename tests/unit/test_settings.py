@@ -48,7 +48,8 @@ def test_values(text: str, key: str, value: object) -> None:
         "cpu: {cpus: 3-1}", "cpu: {cpus: x}", "context: 1", "kernel: fast", "dtype: int8", "drain_s: -1", "drain_s: .nan",
         "model: ''", "model: [a]", "worker: {env: [a]}", "worker: {extra_args: {a: 1}}", "tls: {cert: a.pem}", "tune: {upgrade_loss_pct: 101}",
         "compile: maybe", "model: 2026-13-45", "context: !!float abc", "context: " + "9" * 5000, "memory: {ceiling: " + "9" * 400 + " G}",
-        "drain_s: " + "9" * 400, "context: ٣", "worker: {env: {A: \"a\\0b\"}}", "worker: {extra_args: [\"a\\0b\"]}", "[" * 3000, "- a\n- b", "just text", "a: [", "max_queued: 1.5", "worker: {extra_args: \"'\"}",
+        "drain_s: " + "9" * 400, "context: ٣", "worker: {env: {A: \"a\\0b\"}}", "worker: {extra_args: [\"a\\0b\"]}", "[" * 3000, "- a\n- b", "just text", "a: [", "max_queued: 1.5", "worker: {extra_args: \"a\\0b\"}", "cpu: {cpus: []}", "memory: {ceiling: ٣G}", "x: \0",
+        *(f"{key.replace('.', ': {')}: 0x{'f' * 5000}{'}' if '.' in key else ''}" for key in KEYS), f"0x{'f' * 5000}: 1", f"x: [{'1,' * 10_001}]", "#" * (1 << 19), "worker: {extra_args: \"'\"}",
     ],
 )
 def test_a_wrong_value_is_one_line_and_exit_78(text: str) -> None:
@@ -108,16 +109,30 @@ def test_a_refusal_does_not_show_what_may_be_a_secret(text: str) -> None:
     ("worker:\n  env: {A: 1, B: 2, A: 3}\n  env: {A: 1}", [
         "`worker.env.A` stands there twice (line 2): only the last one counts", "`worker.env` stands there twice (line 3): only the last one counts"]),
     ("x: 1\nx: 2", ["unknown key `x` is ignored; see docs/configuration.md", "`x` stands there twice (line 2): only the last one counts"]),
+    ("listen:\n  <<: {port: 1}\n  <<: {host: a}", []),
     ("x: &x {a: 1}\ncontext: 100\nworker: {env: {A: 1}, python: p}", ["unknown key `x.a` is ignored; see docs/configuration.md"]),
 ])
 def test_a_key_that_stands_there_twice_is_said(text: str, said: list[str]) -> None:
     assert [warning.removeprefix("f: ") for warning in parse(text, origin="f").warnings] == said
 
 
-def test_aliases_that_nest_without_end_are_only_unknown_keys() -> None:
-    assert parse("a: &a {b: *a}").warnings
-    bomb = "a: &a0 {x: 1}\n" + "".join(f"b{n}: &a{n} {{p: *a{n - 1}, q: *a{n - 1}}}\n" for n in range(1, 40))
-    assert len(parse(bomb).warnings) < 1000
+@pytest.mark.parametrize(("first", "next_one"), [("{x: 1}", "{{p: *a{n}, q: *a{n}}}"), ("[1]", "[*a{n}, *a{n}]"), ("{x: 1}", "{{<<: [*a{n}, *a{n}]}}")],
+                         ids=["mappings", "lists", "merges"])
+@pytest.mark.parametrize("key", ["x", *KEYS])
+def test_aliases_that_unfold_without_end_are_refused(key: str, first: str, next_one: str) -> None:
+    bomb = f"a: &a0 {first}\n" + "".join(f"b{n}: &a{n + 1} {next_one.format(n=n)}\n" for n in range(40))
+    with pytest.raises(ConfigError, match=r"line 1\d: more than 10000 values"):
+        parse(f"{bomb}{key.replace('.', ': {')}: *a40{'}' if '.' in key else ''}\n")
+
+
+@pytest.mark.parametrize("text", ["a: &a {b: *a}", "&a\nmodel: *a", "cpu: {cpus: &a [*a, *a]}", "x: &x [&y [*x, *x], *y]\ncontext: *y"])
+def test_a_value_that_holds_itself_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="a value that holds itself"):
+        parse(text)
+
+
+def test_a_long_key_does_not_make_a_long_warning() -> None:
+    assert len(parse(f"? {'k' * 100_000}\n: 1\n").warnings[0]) < 200
 
 
 def test_precedence_flag_environment_file() -> None:

@@ -200,7 +200,8 @@ def test_a_candidate_survives_the_file() -> None:
     assert served_settings(Settings(), again).cpu.cpus == (0, 2)
 
 
-@pytest.mark.parametrize("tree", [None, {}, [], "x", {"model": "m"}, {**to_json(make("A")), "settings": 3}, {**to_json(make("A")), "versions": None}])
+@pytest.mark.parametrize("tree", [None, {}, [], "x", {"model": "m"}, {**to_json(make("A")), "settings": 3}, {**to_json(make("A")), "versions": None},
+                                  *({**to_json(make("A")), "settings": {"worker.env": env}} for env in ("A=1", [1], 2.5))])
 def test_what_is_no_candidate_is_none(tree: Any) -> None:
     assert from_json(tree) is None
 

@@ -109,7 +109,7 @@ def at_its_start(tree: Mapping[str, Any]) -> tuple[str, str, str, bool]:
 def tree_of(text: str) -> Mapping[str, Any]:
     try:
         found = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, ArithmeticError, AttributeError, LookupError, RecursionError):
         return {}
     return found if isinstance(found, Mapping) else {}
 

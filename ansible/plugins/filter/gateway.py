@@ -6,6 +6,7 @@ role runs changes nothing; a weight moves only when the speed did, for a speed i
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -59,7 +60,12 @@ def rows(nodes: Sequence[Mapping[str, Any]], text: str = "", *, change_pct: floa
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if value else None
+    """A speed; None for what is none."""
+    try:
+        number = float(value or 0)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if 0 < number < math.inf else None
 
 
 def _whole(value: Any, default: int) -> int:

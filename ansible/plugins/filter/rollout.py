@@ -28,7 +28,7 @@ LOST = "unreachable in the middle of its upgrade; run rollback.yml for it when i
 def reason(result: Mapping[str, Any], host: str = "") -> str:
     """One sentence for a failed or unreachable task, from its result; without the name of its host before it."""
     for one in result.get("results") or ():
-        if one.get("failed") or one.get("unreachable"):
+        if isinstance(one, Mapping) and (one.get("failed") or one.get("unreachable")):
             result = one
             break
     message = last_line(result.get("msg"))

@@ -243,11 +243,11 @@ def _first_certificate(path: Path) -> bytes | None:
 
 def served_certificate(address: str, timeout_s: float = 10.0) -> bytes | None:
     """What the service at this address shows; None where it shows nothing."""
-    parts = urllib.parse.urlsplit(address)
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(parts.hostname or "", parts.hostname or "")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
+        parts = urllib.parse.urlsplit(address)
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(parts.hostname or "", parts.hostname or "")
         with (socket.create_connection((host, parts.port or 443), timeout_s) as plain,
               context.wrap_socket(plain) as secure):
             return secure.getpeercert(binary_form=True)
@@ -285,7 +285,7 @@ def _object(path: Path) -> dict[str, Any]:
 def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
