@@ -416,6 +416,7 @@ def test_power_lost_while_apt_runs(make_fleet: Callable[..., Fleet]) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     fleet.host.boot()
+    fleet.host.run("for list in /var/lib/apt/lists/_srv_*; do : >$list; done", check=True)  # as it happens now and then
     fleet.play().ok()
     assert fleet.host.run(["dpkg", "--audit"]).out == ""
     assert fleet.play().ok().changed == 0
