@@ -407,6 +407,7 @@ def test_an_interrupted_run_converges(make_fleet: Callable[..., Fleet]) -> None:
 
 def test_power_lost_while_apt_runs(make_fleet: Callable[..., Fleet]) -> None:
     fleet = make_fleet()
+    fleet.host.run("sync", check=True)  # the host itself is an old one: without its /etc/hosts sudo waits 20 s for a name
     process = fleet.start()
     deadline = time.monotonic() + 120
     while fleet.host.run("pgrep -x dpkg && ls /usr/lib/appliance").rc:
