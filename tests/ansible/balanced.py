@@ -121,15 +121,18 @@ def balanced(folder: Path, make_host: Callable[..., Host], source: Path, layer: 
         yield made
 
 
-def hurt_under_load(made: Balanced, hurt: str, *, drill: str, back_s: float = 90, after_s: float = 2, **options: Any) -> Load:
+Hurt = Callable[[Node], None]
+
+
+def hurt_under_load(made: Balanced, hurt: Hurt, *, drill: str, back_s: float = 90, after_s: float = 2, **options: Any) -> Load:
     """Load while `hurt`, one of the functions below, is done to n1, and until it is back."""
     node = made.node("n1")
     with made.load(**options) as load:
         time.sleep(3)
         began = time.monotonic()
-        globals()[hurt](node)
+        hurt(node)
         made.join()
-        if hurt.startswith("kill_"):
+        if hurt.__name__.startswith("kill_"):
             made.wait_for("n1", "NOLB", "DOWN")  # else its last status still says ready
         node.wait_ready(back_s)
         made.wait_for("n1", "UP", timeout_s=60)

@@ -23,10 +23,10 @@ from tests.system.testhost.host import Host
 SETTINGS = {
     "listen": {"host": "0.0.0.0"}, "drain_s": 20, "trial_s": 5, "probe_s": 2, "max_running": 4, "memory": {"reserve": "64M"},
     "worker": {"env": {"FAKE_CONTROL": "/run/fake", "FAKE_TOKEN_S": "0.03", "FAKE_LOAD_S": "3", "FAKE_PREFILL_S": "0.02"}}}
-DRILLS: list[tuple[str, int]] = [
+DRILLS: list[tuple[balanced.Hurt, int]] = [
     # what is done to n1, and how many answers that had begun may be cut by it (it computes 4 at once)
-    ("drain", 0), ("restart", 0), ("upgrade", 0), ("reboot", 0), ("freeze", 0),
-    ("kill_worker", 4), ("kill_engine", 4), ("kill_agent", 4), ("kill_host", 4), ("powercut", 4), ("cut_network", 4),
+    (balanced.drain, 0), (balanced.restart, 0), (balanced.upgrade, 0), (balanced.reboot, 0), (balanced.freeze, 0),
+    (balanced.kill_worker, 4), (balanced.kill_engine, 4), (balanced.kill_agent, 4), (balanced.kill_host, 4), (balanced.powercut, 4), (balanced.cut_network, 4),
 ]
 
 
@@ -180,9 +180,9 @@ def test_a_request_that_is_too_large_to_be_sent_again_is_answered(gateway: Balan
 
 
 @pytest.mark.parametrize(("hurt", "begun"), DRILLS)
-def test_load_while_a_node_is_hurt(gateway: Balanced, hurt: str, begun: int) -> None:
+def test_load_while_a_node_is_hurt(gateway: Balanced, hurt: balanced.Hurt, begun: int) -> None:
     """No answer that had not begun is lost, and no more than those of the node that had."""
-    load = hurt_under_load(gateway, hurt, drill=f"gateway: {hurt}")
+    load = hurt_under_load(gateway, hurt, drill=f"gateway: {hurt.__name__}")
     assert load.lost(unbegun=True) == []
     assert len(load.lost()) <= begun, load.lost()
     assert load.kinds().get("refused", 0) == 0  # eight users have room on the other node

@@ -28,11 +28,11 @@ def gateway(haproxy: Path, served_layer: str, served_releases: Path, served_vari
 
 
 @pytest.mark.parametrize(("hurt", "begun"), [
-    ("drain", 0), ("restart", 0), ("kill_engine", 4), ("kill_host", 4), ("powercut", 4), ("upgrade", 0)])
-def test_load_while_a_node_is_hurt(gateway: Balanced, hurt: str, begun: int) -> None:
+    (balanced.drain, 0), (balanced.restart, 0), (balanced.kill_engine, 4), (balanced.kill_host, 4), (balanced.powercut, 4), (balanced.upgrade, 0)])
+def test_load_while_a_node_is_hurt(gateway: Balanced, hurt: balanced.Hurt, begun: int) -> None:
     for name in NODES:
         gateway.wait_for(name, "UP", timeout_s=120)
-    load = hurt_under_load(gateway, hurt, drill=f"gateway, vLLM: {hurt}", back_s=BOOT_S, after_s=4, count=4, tokens=(10, 60), limit_s=240)
+    load = hurt_under_load(gateway, hurt, drill=f"gateway, vLLM: {hurt.__name__}", back_s=BOOT_S, after_s=4, count=4, tokens=(10, 60), limit_s=240)
     assert load.lost(unbegun=True) == []
     assert len(load.lost()) <= begun, load.lost()
     assert load.kinds().get("refused", 0) == 0
